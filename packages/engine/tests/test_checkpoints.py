@@ -190,6 +190,30 @@ def test_missing_checkpoints(make_model: Make, config: Settings, rows: Any, tmp_
     engine.close()
 
 
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("fp16", "fp32"), ("bf16", "fp16")])
+def test_frozen_parameters_go_on_in_another_format(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    sections = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+
+    def begin(name: str) -> Engine:
+        model = make_model()
+        next(model.parameters()).requires_grad_(False)
+        return start(model, config(**sections[name]), rows)
+
+    first = begin(before)
+    expected = next(first.parameters()).detach().clone()
+    first.save_checkpoint(tmp_path)
+    first.close()
+    second = begin(after)
+    with torch.no_grad():
+        next(second.parameters()).zero_()
+    second.load_checkpoint(tmp_path)
+    param = next(second.parameters())
+    torch.testing.assert_close(param.detach(), expected.to(param.dtype), rtol=0, atol=0)
+    second.close()
+
+
 def test_a_checkpoint_of_another_model_is_refused(
     make_model: Make, config: Settings, rows: Any, tmp_path: Path
 ) -> None:

@@ -172,8 +172,8 @@ def load_run(
     want = _wanted(run, path, stored, parts)
     _compare(run, path, stored, want)
     shards = [shard for shard in want.shards if stored.name_of(shard.shard.name) in shapes]
-    # What DeepSpeed wrote may be in the format of the module, where nothing beside it holds more digits.
-    options = LoadOptions(prefixes=want.prefixes, strict=False, cast="source" in manifest.meta)
+    # Frozen parameters and buffers are stored in the format of the run that saved them, and DeepSpeed's in that of the module.
+    options = LoadOptions(prefixes=want.prefixes, strict=False, cast=True)
     meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
     return _taken_up(run, path, meta, want), client
 

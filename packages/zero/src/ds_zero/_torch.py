@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -66,18 +65,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or _optimizer._global_optimizer_pre_hooks)
 
 
-def accumulates() -> bool:
-    """Whether the backward that this thread is in was asked for the gradients of all leaves, not of chosen ones (`torch.autograd.grad`)."""
+def accumulates(params: Iterable[Tensor]) -> bool:
+    """Whether the backward that this thread is in adds to `grad` of some parameter; `torch.autograd.grad` does not. Cost: a few us a parameter."""
     try:
-        return bool(torch._C._will_engine_execute_node(_of_no_graph()))
-    except RuntimeError:  # in none
+        with without_torch_function():
+            return any(torch._C._will_engine_execute_node(_graph.get_gradient_edge(param).node) for param in params)
+    except RuntimeError:  # one is asked for alone
         return False
-
-
-@cache
-def _of_no_graph() -> Any:
-    with torch.enable_grad():
-        return torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn
 
 
 def running_modules() -> Iterator[nn.Module]:

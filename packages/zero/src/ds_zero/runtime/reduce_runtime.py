@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from ds_accel import streams
 from ds_config.errors import TrainingError
-from ds_zero._torch import accumulates, graph_task_id, without_torch_function
+from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.layout.units import DENSE
 from ds_zero.planning.unit_plan import ReduceStrategy
 from ds_zero.runtime.attributes import GradAttributes
@@ -237,6 +237,7 @@ class GradientReductions:
         unused: Of each unit the parameters that no backward of this step has given a gradient.
         attributes: What `param.grad` is between backwards.
         leftovers: Units of which this rank holds gradients that no backward sends, see the note "leftovers".
+        adds: Whether the backward that runs gives gradients to parameters.
         raised: How many backwards that send gradients an error has ended on this rank since the ranks last compared that.
         sent: Digest of the sums since the last step, see the note "sums of several models".
     """
@@ -244,7 +245,7 @@ class GradientReductions:
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
         self.units, self.inflight_bytes = list(units), inflight_bytes
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
-        self.now, self._sends, self._deferred, self._adds = True, True, False, False
+        self.now, self._sends, self._deferred, self.adds = True, True, False, False
         self.raised = 0
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
@@ -347,7 +348,7 @@ class GradientReductions:
         """Reset arrivals, open buckets and the reduction order for the outermost backward."""
         self.look_for_hooks()
         self.attributes.take()
-        self._arrivals.any, self._adds, self._sends = False, accumulates(), self.now
+        self._arrivals.any, self._sends = False, self.now
         self._waiting.clear()
         self._order.begin()
 
@@ -362,7 +363,7 @@ class GradientReductions:
         """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
         self._handed.clear()
         arrivals = self._arrivals
-        if raised and self._sends and (self._adds or arrivals.any):
+        if raised and self._sends and (self.adds or arrivals.any):
             self.raised += 1
             arrivals.any = True  # on other ranks, if not here
         for number in self.trained:

@@ -34,6 +34,7 @@ from ds_comm.placement import Interval
 from ds_comm.reduction_group import ReductionGroup, logical_of
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_config.sizes import bytes_text
+from ds_zero._torch import accumulates
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.model_checks import check_model
@@ -98,6 +99,8 @@ class Runtime(Backward):
     def begin_backward(self) -> None:
         if self.arrivals is not None:
             self.arrivals.finish()
+        units, trained = self.reducing.units, self.reducing.trained
+        self.reducing.adds = accumulates(param for number in reversed(trained) for param in units[number].params)
         self.begun()
         self.reducing.begin_backward()
         self.gathering.begin_backward()

@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
     def _begin_backward(self) -> None:
         self._check_published(stepping=False)
         self.backwards += 1
-        if self._scale is not None and not self._scaled:
+        if self._scale is not None and not self._scaled and self.sharding.runtime.reducing.adds:
             raise PlanError(
                 f"backward of a loss that was not scaled, with loss scale {self._scale.scale:g}: `step` would divide by it",
                 code="loss-not-scaled",
