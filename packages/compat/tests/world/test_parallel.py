@@ -277,6 +277,26 @@ def test_rules_that_a_program_applies_itself() -> None:
 
 
 @world(2)
+def test_heads_that_ranks_do_not_divide_are_exchanged() -> None:
+    from deepspeed._ours.parallel.tp_shards import set_num_kv_heads
+    from deepspeed.sequence.layer import _SeqAllToAll
+
+    rank, everyone = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    whole = torch.arange(2 * 6 * 3 * 2.0).view(2, 6, 3, 2)  # [batch, sequence, heads, width]
+    try:
+        for x, sequence in ((whole, 1), (whole.transpose(0, 1).contiguous(), 0)):
+            mine = x.chunk(2, sequence)[rank].clone().requires_grad_()
+            heads = _SeqAllToAll.apply(everyone, mine, 2, sequence, 1 - sequence)
+            assert torch.equal(heads, x[:, :, :2] if rank == 0 else x[:, :, 2:])
+            back = _SeqAllToAll.apply(everyone, heads, sequence, 2, 1 - sequence)
+            assert torch.equal(back, mine)
+            (back * mine.detach()).sum().backward()
+            assert torch.equal(mine.grad, mine)
+    finally:
+        set_num_kv_heads(None)
+
+
+@world(2)
 def test_sequences_over_ranks() -> None:
     from deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ds_comm
 from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.parallel.tp_shards import get_num_kv_heads, get_shard_size_list, set_num_kv_heads
 from ds_comm.differentiable import seq_all_to_all
 
 
@@ -228,9 +229,21 @@ class LinearModuleForZeroStage3(nn.Linear):
 def single_all_to_all(
     x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, *others: Any
 ) -> Tensor:
-    """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable."""
+    """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable.
+
+    Heads (dim 2) that ranks do not divide are cut as `get_shard_size_list` says, from then on by `num_kv_heads`, as upstream has it.
+    """
     del batch_dim_idx, others
-    output: Tensor = seq_all_to_all(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
+    ranks, scattered, gathered = ds_comm.as_group(group), None, None
+    if scatter_idx == 2 and x.shape[2] % ranks.size:
+        if get_num_kv_heads() is None:
+            set_num_kv_heads(x.shape[2])
+        scattered = get_shard_size_list(x.shape[2], ranks.size)
+    elif gather_idx == 2 and get_num_kv_heads() is not None:
+        gathered = [int(heads) for heads in ds_comm.all_gather_json(x.shape[2], ranks)]
+    output: Tensor = seq_all_to_all(
+        x, group, scatter_dim=scatter_idx, gather_dim=gather_idx, scatter_sizes=scattered, gather_sizes=gathered
+    )
     return output
 
 
