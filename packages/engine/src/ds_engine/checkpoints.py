@@ -26,7 +26,7 @@ import ds_monitor
 from ds_ckpt import LoadOptions, LocalCheckpointer
 from ds_ckpt.client_state import format_of
 from ds_ckpt.engines import Checkpointer
-from ds_comm import LocalShard, Mesh
+from ds_comm import LocalShard, Mesh, all_gather_json
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
@@ -90,6 +90,10 @@ def contents_of(
         run.optimizer.synchronise()
     counters, loader = run.progress(), run.training_dataloader
     still = sorted({run.sharding.logical[n].name for n, p in run.module.named_parameters() if not p.requires_grad})
+    everywhere = still
+    if run.mesh["pipe"].size > 1 or len(run.sharding.families) > 1:  # ranks hold different ones
+        every = all_gather_json(still, run.mesh["world"], unit="frozen")
+        everywhere = sorted({name for names in every for name in names})
     meta = {
         "format": format_of(client),
         "world": run.mesh["world"].size,
@@ -97,8 +101,7 @@ def contents_of(
         "config": run.record(),
         "client": dict(client),
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
-        # For layouts that know frozen parameters from those without a gradient so far; None where ranks hold different ones.
-        "frozen": still if len(run.sharding.families) == 1 else None,
+        "frozen": everywhere,  # for layouts that know frozen parameters from those without a gradient so far
         "onebit": getattr(_inner(run), "error_numels", {}),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         # None of torch's DataLoader and of others that do not know where they stand: a resumed run begins their order again.

@@ -125,6 +125,28 @@ def test_a_tied_layer_with_untied_parts_goes_on_on_any_stages(
     engine.close()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@world(3)
+def test_stages_without_tied_or_with_frozen_layers_are_saved(frozen: bool, tmp_path: Path) -> None:
+    """What only some stages have was other meta on each of them, and refused."""
+
+    def begin(stages: int) -> Any:
+        model = tied(stages)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not frozen or not name.startswith("2."))
+        return start(model, settings(1))
+
+    engine = begin(3)
+    trained(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    expected = trained(engine, 2, 2)
+    engine.close()
+    engine = begin(1)
+    engine.load_checkpoint(tmp_path)
+    assert trained(engine, 2, 2) == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
 @world(2)
 def test_what_another_cut_has_twice_is_named(tmp_path: Path) -> None:
     engine = start(tied(2), settings(1))
