@@ -297,6 +297,22 @@ def test_heads_that_ranks_do_not_divide_are_exchanged() -> None:
 
 
 @world(2)
+def test_groups_are_those_of_an_engine_with_a_mesh_of_sequences() -> None:
+    from deepspeed.utils import groups
+
+    rank = torch.distributed.get_rank()
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config, mesh_param=(1, 2))
+    assert (groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()) == (rank, 2)
+    assert groups._get_sequence_parallel_group() is engine.seq_parallel_group
+    assert (groups._get_data_parallel_rank(), groups._get_data_parallel_world_size()) == (0, 1)
+    assert groups._get_sequence_data_parallel_world_size() == 2
+    engine.destroy()
+    assert groups._get_sequence_parallel_world_size() == 1
+    assert groups._get_sequence_parallel_group() is None
+
+
+@world(2)
 def test_sequences_over_ranks() -> None:
     from deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter

@@ -14,7 +14,7 @@ from ds_parallel.sequence.hf_attention import SequenceRanks
 
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
-_cut: list[Mesh] = []  # who shares layers, or holds other stages
+_cut: list[Mesh] = []  # who shares layers or sequences, or holds other stages
 _near: list[tuple[Mesh, Group]] = []  # who keeps what stage 3 has gathered
 
 
@@ -24,8 +24,8 @@ def share_sequences(ranks: SequenceRanks | None) -> None:
 
 
 def share_layers(mesh: Mesh | None) -> None:
-    """Note who shares the model, and so who trains on different samples; None, or a mesh whose ranks have it whole: nobody."""
-    _cut[:] = [] if mesh is None or mesh["model"].size == 1 else [mesh]
+    """Note who shares the model or sequences, and so who trains on different samples; None, or a mesh of data alone: nobody."""
+    _cut[:] = [] if mesh is None or mesh["model"].size == mesh["sequence"].size == 1 else [mesh]
 
 
 def forget_layers(mesh: Mesh) -> None:
@@ -93,7 +93,7 @@ def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Cal
     def ask() -> Any:
         if sequences and _shared:
             return getattr(_shared[0], f"get_{sequences}_parallel_{what}")()
-        cut = bool(_cut and axis)
+        cut = bool(_cut) and (axis != "sequence" or _cut[0][axis].size > 1)
         if what == "group":
             return _group(axis) if cut else dist.group.WORLD if whole else None
         place = _cut[0][axis] if cut else world_group() if whole else self_group(axis)
@@ -114,7 +114,7 @@ _get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequen
     _asks(what, "gradient", whole=True) for what in _WHAT
 )
 _get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_parallel_world_size = (
-    _asks(what, "", "sequence") for what in _WHAT
+    _asks(what, "sequence", "sequence") for what in _WHAT
 )
 
 
