@@ -22,7 +22,7 @@ from ds_ckpt.convert.fp32 import (
     weights,
 )
 from ds_ckpt.convert.huggingface import open_hf, write_hf
-from ds_ckpt.convert.tensor_parallel import PartJoins
+from ds_ckpt.convert.part_joins import PartJoins
 from ds_ckpt.convert.tensor_source import cast, from_dict, open_checkpoint, write_checkpoint
 from ds_config.errors import CheckpointError, UnsupportedError
 

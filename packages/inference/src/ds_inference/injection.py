@@ -80,7 +80,7 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _GenerateCall:
     """What a call of `generate` asks for.
 
     Attributes:
@@ -260,7 +260,7 @@ class InferenceEngine(nn.Module):
             torch.manual_seed(seed)
             yield
 
-    def _paged(self, ids: Tensor, mask: Tensor | None, request: _Request) -> Tensor:
+    def _paged(self, ids: Tensor, mask: Tensor | None, request: _GenerateCall) -> Tensor:
         if mask is None:  # as transformers does
             mask = torch.ones_like(ids) if request.padding is None else ids.ne(request.padding)
         prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
@@ -291,7 +291,7 @@ class InferenceEngine(nn.Module):
             row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(answer.tokens, dtype=ids.dtype)
         return out
 
-    def _request(self, prompt: int, keywords: Mapping[str, Any]) -> _Request:
+    def _request(self, prompt: int, keywords: Mapping[str, Any]) -> _GenerateCall:
         """Read transformers' keywords; the call's generation configuration, and then the module's own, give the defaults."""
         own, given = (
             _said(c) for c in (getattr(self.module, "generation_config", None), keywords.get("generation_config"))
@@ -320,7 +320,7 @@ class InferenceEngine(nn.Module):
         if n > 1 and not sample:
             foreign.append(f"num_return_sequences = {n}")
         if foreign:
-            return _Request(SamplingParams(), foreign=foreign)
+            return _GenerateCall(SamplingParams(), foreign=foreign)
         ends = () if end is None else tuple(end) if isinstance(end, list | tuple) else (int(end),)
         how = SamplingParams(
             max_new_tokens=count,
@@ -332,7 +332,7 @@ class InferenceEngine(nn.Module):
             ignore_eos=True,  # what ends an answer is said above
             **draws,
         )
-        return _Request(how, int(pad if pad is not None else ends[0] if ends else 0), None if pad in ends else pad)
+        return _GenerateCall(how, int(pad if pad is not None else ends[0] if ends else 0), None if pad in ends else pad)
 
     # ---- measuring, compiling, ending
 

@@ -268,15 +268,15 @@ def declared(config: Mapping[str, Any], checkpoint: Mapping[str, Weight]) -> tup
     return family, spec
 
 
-def _ends(source: str | PathLike[str] | nn.Module, said: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: of the generation configuration, as `generate` reads it; else `said`, of the model's own.
+def _ends(source: str | PathLike[str] | nn.Module, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end an answer: of the generation configuration, as `generate` reads it; else `default`, of the model's own.
 
     Models that were taught to chat end a turn with tokens that only the former names (Phi-3, Qwen 2.5).
     """
     if isinstance(source, nn.Module):
         defaults = getattr(source, "generation_config", None)
-        return ends_of({"eos_token_id": getattr(defaults, "eos_token_id", None)}) or said
-    return ends_of(read_config(source, "generation_config.json")) or said
+        return ends_of({"eos_token_id": getattr(defaults, "eos_token_id", None)}) or default
+    return ends_of(read_config(source, "generation_config.json")) or default
 
 
 @torch.no_grad()

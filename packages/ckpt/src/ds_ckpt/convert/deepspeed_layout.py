@@ -5,7 +5,7 @@ end to end, are the group's parameters in the order of `param_shapes` (padding a
 end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states have exactly the layout of the fp32 slices.
 Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
 on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
-Tensor-parallel ranks are model-parallel ranks, too, within each stage; how their parts join: `tensor_parallel`.
+Tensor-parallel ranks are model-parallel ranks, too, within each stage; how their parts join: `part_joins`.
 Universal: one folder per parameter with whole tensors.
 Without ZeRO (stage 0) the model's file has torch's own optimizer state, by the place of a parameter in its group, and of fp16
 and bf16 the fp32 weights beside it, whole or flat by group.
@@ -31,9 +31,9 @@ from torch import Tensor
 from ds_ckpt.client_state import format_of
 from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
+from ds_ckpt.convert.part_joins import PartJoins
 from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.regular_plan import round_robin_order
-from ds_ckpt.convert.tensor_parallel import PartJoins
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
 from ds_ckpt.jsontext import Json, from_json, to_json
@@ -240,12 +240,12 @@ def _tensor_degree(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]
 
 
 def _joins(
-    folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]], degree: int, said: Mapping[str, Any] | None
+    folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]], degree: int, override: Mapping[str, Any] | None
 ) -> PartJoins:
     """Return how the parts of tensor-parallel ranks join; raise UnsupportedError where nobody says it."""
     first, reasons = by_mp[min(by_mp)][0], []
-    info = first.get("universal_checkpoint_info") if said is None else said
-    if info is not None and said is None and set(info) <= {"universal_checkpoint_version"}:
+    info = first.get("universal_checkpoint_info") if override is None else override
+    if info is not None and override is None and set(info) <= {"universal_checkpoint_version"}:
         info = None  # of a program that knew of no tensor-parallel ranks
     if first.get("ds_autoep_layers"):
         reasons.append("experts of AutoEP")

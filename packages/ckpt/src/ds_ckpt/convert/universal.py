@@ -71,12 +71,12 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     return target
 
 
-def _cut(said: Mapping[str, Any] | None) -> dict[str, Any]:
+def _cut(stored: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what stands beside a tensor: how tensor-parallel ranks are to cut it. What nobody said anything of has one rank."""
-    if said is None:
+    if stored is None:
         return {"cat_dim": 0}
-    several = said.get("sub_param_shape")
-    return {**said, "sub_param_shape": SubparamShape(**several)} if several else dict(said)
+    several = stored.get("sub_param_shape")
+    return {**stored, "sub_param_shape": SubparamShape(**several)} if several else dict(stored)
 
 
 def _check_part(name: str) -> None:

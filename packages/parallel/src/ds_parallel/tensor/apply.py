@@ -77,7 +77,7 @@ class TensorParallelModel:
         plan: How.
         group: The tensor-parallel ranks.
         shards: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
-        given: Names of those of `shards` that the program had cut before: a `ShardedLinear` in its model.
+        precut: Names of those of `shards` that the program had cut before: a `ShardedLinear` in its model.
         replaced: Parameters in several parts, and what took their place: for optimizers that were made before.
         turns: Of the two halves of a layer, where layers run in halves.
     """
@@ -86,7 +86,7 @@ class TensorParallelModel:
         self.model, self.plan, self.group = model, plan, group
         self.turns = Turns()
         self.shards: dict[str, Held] = {}
-        self.given: set[str] = set()
+        self.precut: set[str] = set()
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
         self._param_shardings: dict[nn.Parameter, ParamSharding] = {}
@@ -231,7 +231,7 @@ class TensorParallelModel:
         if self._loss is not None:
             self.model.loss_function = self._loss
         whole: dict[int, Tensor] = {}
-        shards = [shard for name, shard in self.shards.items() if name not in self.given]
+        shards = [shard for name, shard in self.shards.items() if name not in self.precut]
         for shard in shards:
             key = id(self._origin(shard))
             if key not in whole:
@@ -248,7 +248,7 @@ class TensorParallelModel:
         for was in reversed(self._were):
             was.restore()
         self.shards.clear()
-        self.given.clear()
+        self.precut.clear()
         self._were.clear()
         self.model.__dict__.pop(_MARK, None)
 
@@ -319,7 +319,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         layers = {name: modules[name] for name in plan.halves}
         result._were += [_Was.note(layer) for layer in layers.values()]
         run_layers_in_halves(layers, HalfBatches(result.turns, plan.head_arguments))
-    _note_given(result, modules)
+    _note_precut(result, modules)
     _note_holders(result)
     _mark_parts(result)
     result._were += [_Was.note(modules[name]) for name in plan.heads]
@@ -338,7 +338,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     return result
 
 
-def _note_given(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
+def _note_precut(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
     """Register the parts of layers that the program has cut over the same ranks."""
     for name, module in modules.items():
         if not isinstance(module, ShardedLinear) or module.group.ranks != result.group.ranks:
@@ -355,7 +355,7 @@ def _note_given(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -
                 shape = (*param.shape[:dim], module.cut.size, *param.shape[dim + 1 :])
                 cut = replace(module.cut, dim=dim)
                 result.shards[f"{name}.{key}"] = Held(param, f"{name}.{key}", shape, cut, 0)
-                result.given.add(f"{name}.{key}")
+                result.precut.add(f"{name}.{key}")
 
 
 def _layer_shard(

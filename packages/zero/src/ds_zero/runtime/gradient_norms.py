@@ -172,17 +172,22 @@ class GradientMeasurements:
             self._users[place] += 1.0
 
     def measure(
-        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], own: tuple[int, int], *, norms: bool
+        self,
+        absent: Mapping[int, set[int]],
+        replaced: Mapping[int, set[int]],
+        local_counts: tuple[int, int],
+        *,
+        norms: bool,
     ) -> tuple[dict[int, set[int]], float, float]:
         """Measure all gradients. Collective over the ranks of the agreement; every sum over ranks is there.
 
         Args:
             absent: Of each unit the members without a gradient on this rank.
             replaced: Those whose gradient was dropped or replaced by an assignment since the last time.
-            own: How many units' gradients this rank holds that are not summed, and how many of its backwards an error has ended.
+            local_counts: How many units' gradients this rank holds that are not summed, and how many of its backwards an error has ended.
             norms: Whether to measure norms, and not only who has a gradient.
         Returns:
-            Of each unit the members that have a gradient on some rank; and `own`, summed over the ranks.
+            Of each unit the members that have a gradient on some rank; and `local_counts`, summed over the ranks.
         Raises:
             PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
                 ("sharded-gradient-ranks").
@@ -195,7 +200,7 @@ class GradientMeasurements:
                 used[parts[unit.number, member]] -= 1.0
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
-        counts = torch.tensor([*used, self.writes, self.writes**2, *own], dtype=torch.float64)
+        counts = torch.tensor([*used, self.writes, self.writes**2, *local_counts], dtype=torch.float64)
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
         peaks = torch.zeros_like(squares)
         if norms:
@@ -230,9 +235,9 @@ class GradientMeasurements:
         elif (
             group.size <= _GATHERED
         ):  # one message to each other rank, and one wait: all-reduces of sums and of maxima have two
-            own = torch.cat([counts, squares, peaks])
-            rows = own.new_empty(group.size, len(own))
-            comm.all_gather_into_tensor(rows, own, group=group, unit="gradients")
+            row = torch.cat([counts, squares, peaks])
+            rows = row.new_empty(group.size, len(row))
+            comm.all_gather_into_tensor(rows, row, group=group, unit="gradients")
             sums, kept = rows.sum(0), counted + len(squares)
             return sums[:counted], sums[counted:kept], rows[:, kept:].amax(0)
         else:

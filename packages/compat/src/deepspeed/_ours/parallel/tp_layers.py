@@ -257,7 +257,7 @@ def dress(model: nn.Module) -> None:
         attributes.update({key: value for key, value in zip(_TOLD, layer_values, strict=True) if key not in attributes})
         attributes["_dressed"] = True
     for name, shard in cut.shards.items():
-        if name in cut.given:  # of one of the classes above
+        if name in cut.precut:  # of one of the classes above
             continue
         saved: list[Tensor] = []
         values = (True, partial(_make_whole, cut, name, saved), partial(_cut_again, cut, name, saved))
