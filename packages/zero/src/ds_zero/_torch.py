@@ -31,6 +31,7 @@ __all__ = [
     "plain_step",
     "queue_callback",
     "running_modules",
+    "skip_frame",
     "uncaptured",
     "unpack_hook",
     "without_torch_function",
@@ -148,6 +149,11 @@ def uncaptured(function: Callable[..., Any], pickled: Callable[[], None] = _noth
         pickled: Is called when the module is pickled, and may refuse that.
     """
     return _Uncaptured(function, pickled).call
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Make torch.compile leave alone the frames of `function`, and of all that it calls, where they run between graphs."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 _compile_callbacks: list[Callable[[], None]] = []

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 
 import ds_zero
 from ds_testing import world
@@ -50,6 +50,22 @@ def test_it_trains_as_without_a_compiler(how):
     assert counters["stats"]["unique_graphs"] > 0
 
 
+@world(2, timeout=120)
+def test_nothing_of_ours_is_captured():
+    """What torch calls between graphs was compiled like a user's function, and failed in the compiler."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight = net[0].weight
+    policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, policy=policy)
+    net[1] = torch.compile(net[1], backend="eager")
+    for used in (net, net[1]):
+        used(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert not [m for m in get_compilation_metrics() if "ds_zero" in (m.co_filename or "")]
+
+
 def test_a_hook_between_graphs_is_not_captured_and_nobody_is_warned():
     # The compiler warned of `set_eval_frame`, once in a process.
     program = """
@@ -66,7 +82,7 @@ model.register_forward_pre_hook(uncaptured(lambda module, args: calls.append(tor
 model.compile(backend="eager")
 assert torch.equal(model(torch.ones(2)), torch.ones(2).sin())
 assert calls == [False]
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 assert counters["stats"]["unique_graphs"] == 1
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

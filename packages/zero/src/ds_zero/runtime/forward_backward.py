@@ -40,6 +40,7 @@ from ds_zero._torch import (
     graph_task_id,
     node_around,
     queue_callback,
+    skip_frame,
     unpack_hook,
     without_torch_function,
 )
@@ -189,6 +190,10 @@ def _pack(tensor: Tensor) -> tuple[Tensor, int]:
 
 def _pack_alias(tensor: Tensor) -> tuple[Tensor, int]:
     return _pack(tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor)
+
+
+for _hook in (_pack, _pack_alias, _Unpack.__call__):
+    skip_frame(_hook)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import without_torch_function
+from ds_zero._torch import skip_frame, without_torch_function
 from ds_zero.runtime.forward_backward import tensors_in
 
 __all__ = [
@@ -246,6 +246,9 @@ class ShardedParameter(Parameter):
         if _keeper(self).arrive(self):
             return self.__reduce_ex__(protocol)
         return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+skip_frame(ShardedParameter.__torch_function__.__func__)  # type: ignore[attr-defined]  # gathers, which are no part of a graph
 
 
 class Placeholder(Tensor):
