@@ -130,7 +130,9 @@ def test_a_unit_is_summed_once_in_each_step_and_inside_of_the_graph(monkeypatch:
     summed, left = [], []
     reduce, finish = Gradients.reduce, GradientReductions.finish_backward
     monkeypatch.setattr(Gradients, "reduce", lambda self: [summed.append(self.groups), reduce(self)][1])
-    monkeypatch.setattr(GradientReductions, "finish_backward", lambda self: [left.append(len(summed)), finish(self)][1])
+    monkeypatch.setattr(
+        GradientReductions, "finish_backward", lambda self, **how: [left.append(len(summed)), finish(self, **how)][1]
+    )
     config = configured(3, gradient_accumulation_steps=1)
     made, _, _, _ = ds_engine.initialize(model=known("gpt"), config={**config, "compile": {"deepcompile": True}})
     made.compile(backend="eager")
