@@ -64,6 +64,10 @@ def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_
     return ""
 
 
+_WIDEST = 2**16
+"""Features up to which a rotation is tried, which makes a table of them: anyone may have written the configuration."""
+
+
 def refuse_unknown(spec: DecoderSpec) -> None:
     """Raise UnsupportedError for parts of a spec that `Decoder` cannot compute ("inference-family", "rotary-scaling")."""
     unknown = {y.feed.activation for y in spec.layers} - set(ACTIVATIONS)
@@ -80,7 +84,8 @@ def refuse_unknown(spec: DecoderSpec) -> None:
                 code="inference-family",
                 fix="Turn whole pairs; or leave native, quantize, adapters and group out: it then runs its own forward.",
             )
-        Rotation(rope, spec.max_seq_len, torch.device("cpu"))
+        if rope.dim <= _WIDEST:  # a wider one is that of no weights, whose shapes are looked at next
+            Rotation(rope, spec.max_seq_len, torch.device("cpu"))
 
 
 class Runner(Protocol):
