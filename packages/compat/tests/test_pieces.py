@@ -459,6 +459,20 @@ def test_accelerator():
     assert not hasattr(found, "no_such_verb")
 
 
+def test_accelerator_of_megatron_and_offloading():
+    found = deepspeed.accelerator.get_accelerator()
+    called: list[int] = []
+    found.lazy_call(lambda: called.append(1))
+    assert called == [1] or found.device_name() != "cpu"
+    assert not found.is_current_stream_capturing()
+    assert found.default_stream() is None or found.device_name() != "cpu"
+    assert found.is_fp64_supported() or found.device_name() == "mps"
+    for buffer in (found.pin_empty(2, 3, dtype=torch.int), found.pin_empty_like(torch.ones(2, 3, dtype=torch.int))):
+        assert (buffer.shape, buffer.dtype, found.is_pinned(buffer)) == ((2, 3), torch.int, found.ours.facts.pinned)
+    with pytest.raises(ValueError, match="leave out device"):
+        found.pin_empty(2, dtype=torch.int, device="meta")
+
+
 # ---- folders
 
 

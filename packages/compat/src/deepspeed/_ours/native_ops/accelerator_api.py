@@ -87,6 +87,7 @@ class FacadeAccelerator:
 
     is_bf16_supported = method(lambda self: bool(self.ours.supports(torch.bfloat16)), "Whether bf16 computes here.")
 
+    is_fp64_supported = method(lambda self: bool(self.ours.supports(torch.float64)), "Whether fp64 computes here.")
     is_fp16_supported = method(lambda self: bool(self.ours.supports(torch.float16)), "Whether fp16 computes here.")
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -144,6 +145,22 @@ class FacadeAccelerator:
             pinned = torch.empty_like(tensor)
         return pinned if match_shape else pinned.reshape(-1)
 
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+        """Return pinned memory of this shape (numbers, or one tuple) with undefined contents.
+
+        Raises:
+            ValueError: `device` is not the host.
+        """
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"pin_empty gives memory of the host, not of {device}: leave out device=")
+        return torch.empty(*size, dtype=dtype, pin_memory=self.ours.facts.pinned)
+
+    def pin_empty_like(
+        self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return pinned memory of the shape of `tensor`, and of its format unless `dtype` is given."""
+        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+
     unpin_memory = answers(None, "Do nothing: pinned memory is freed with its last tensor.")
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -163,7 +180,21 @@ class FacadeAccelerator:
             getattr(self.ours.module, self.ours.facts.ranges).range_pop()
 
     stream = calls("ours.on_stream", "Send work to a stream inside; None does nothing.", "stream")
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """Return the device's default stream; None where it has none."""
+        ask = getattr(self.ours.module, "default_stream", None)
+        return None if ask is None else ask(device_index)
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call `callback` once the device is initialized: at once on the CPU."""
+        return getattr(self.ours.module, "_lazy_call", lambda do: do())(callback)
+
     # ---- graphs of work
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph records what is launched now."""
+        return bool(getattr(self.ours.module, "is_current_stream_capturing", bool)())
 
     def create_graph(self) -> Any:
         """Create an empty graph; None where the device has no graphs."""
