@@ -3,9 +3,8 @@
 Regular, ZeRO 1 and 2: each data-parallel rank's file has one flat fp32 slice per optimizer group; the slices of all ranks,
 end to end, are the group's parameters in the order of `param_shapes` (padding at the end). ZeRO 3: each rank's flat groups,
 end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states have exactly the layout of the fp32 slices.
-Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
-on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
-Tensor-parallel ranks are model-parallel ranks, too, within each stage; how their parts join: `part_joins`.
+Pipeline stages and tensor-parallel ranks have optimizer files of their own (`rank_files`); how the parts of tensor-parallel ranks join:
+`part_joins`. Experts are numbered on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
 Universal: one folder per parameter with whole tensors.
 Without ZeRO (stage 0) the model's file has torch's own optimizer state, by the place of a parameter in its group, and of fp16
 and bf16 the fp32 weights beside it, whole or flat by group.
@@ -33,6 +32,7 @@ from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.part_joins import PartJoins
 from ds_ckpt.convert.pickled import load_pt, require_pickle
+from ds_ckpt.convert.rank_files import TIED, RankFiles
 from ds_ckpt.convert.regular_plan import round_robin_order
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
@@ -42,10 +42,6 @@ from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["open_deepspeed", "write_universal"]
 
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-(.*)model_states\.pt")
 _EXPERT_NAME = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _INTERNAL = frozenset(
     [
@@ -116,26 +112,24 @@ def open_deepspeed(
     require_pickle(allow_pickle, f"the DeepSpeed checkpoint {path}")
     folder = _tag_folder(Path(path), tag)
     check_files(folder)
-    collected = _Found()
-    models = _files(folder, _MODEL)
-    if not models:
+    files = RankFiles.among(folder.iterdir())
+    if not files.models:
         raise CheckpointError(
             f"{folder} has no *_model_states.pt file", code="ckpt-not-found", fix="Give the folder of a tag."
         )
-    by_mp: dict[int, list[dict[str, Any]]] = {}
-    for (dp, mp), file in sorted(models.items()):
-        del dp
-        by_mp.setdefault(mp, []).append(load_pt(file))
+    by_mp = {mp: [load_pt(file) for file in paths] for mp, paths in files.models.items()}
+    first = by_mp[min(by_mp)]
     universal = (folder / "zero").is_dir()
-    degree = 1 if universal else _tensor_degree(folder, by_mp)
-    joins = PartJoins({}, 1) if universal else _joins(folder, by_mp, degree, parallel_info)
-    optims = {} if universal else _files(folder, _OPTIM)
-    collected = _joined([_collected(folder, by_mp, optims, (rank, degree), groups) for rank in range(degree)], joins)
+    degree = 1 if universal else files.degree({mp: states[0] for mp, states in by_mp.items()})
+    joins = PartJoins({}, 1) if universal else _joins(folder, first[0], (degree, bool(files.experts)), parallel_info)
+    ranks = [_collected(files, by_mp, (rank, degree), groups, universal) for rank in range(degree)]
+    collected = ranks[0]  # whose groups, scalars and buffers those of the others are, too
+    collected.entries = joins.entries([each.entries for each in ranks])
     if universal:
-        _universal(collected, folder / "zero", by_mp[min(by_mp)])
+        _universal(collected, folder / "zero", first)
     # Frozen parameters may have been left out, names of tied ones with them.
     aliases = {alias: target for alias, target in collected.aliases.items() if target in collected.entries}
-    meta = _meta(collected, by_mp[min(by_mp)][0])
+    meta = _meta(collected, first[0])
     if degree > 1:
         names = [key.removeprefix("param/") for key in collected.entries if key.startswith("param/")]
         meta["cuts"] = from_json(to_json({name: joins.cut_of(name) for name in names}))
@@ -143,49 +137,25 @@ def open_deepspeed(
 
 
 def _collected(
-    folder: Path,
+    files: RankFiles,
     by_mp: Mapping[int, Sequence[Mapping[str, Any]]],
-    optims: Mapping[tuple[int, int], Path],
     tensor_rank: tuple[int, int],
     groups: Sequence[Sequence[str]] | None,
+    universal: bool,
 ) -> _Found:
-    """Collect what one tensor-parallel rank (of so many) has, over all stages. Without files of optimizers the model is all there is."""
-    collected, (rank, degree) = _Found(), tensor_rank
-    stages = {mp: states for mp, states in sorted(by_mp.items()) if mp % degree == rank}
-    _layers_and_experts(collected, folder, [states[0] for states in stages.values()], tensor_rank)
+    """Collect what one tensor-parallel rank (of so many) has, over all stages. Of the universal layout, this is all but the optimizer."""
+    collected = _Found()
+    stages = {mp: by_mp[mp] for mp in files.stages_of(*tensor_rank)}
+    _layers_and_experts(collected, files.parts_of(*tensor_rank), [states[0] for states in stages.values()])
     for mp, states in stages.items():
         _module(collected, states)
-        ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
-        if ranks:
-            _optimizer(collected, states, [one["optimizer_state_dict"] for one in ranks])
-        elif not (folder / "zero").is_dir() and states[0].get("optimizer") is not None:
+        if universal:
+            continue
+        if ranks := [load_pt(file)["optimizer_state_dict"] for file in files.optims.get(mp, ())]:
+            _optimizer(collected, states, ranks)
+        elif states[0].get("optimizer") is not None:
             _replicated(collected, states[0]["optimizer"], groups if len(stages) == 1 else None)
     return collected
-
-
-def _joined(every: Sequence[_Found], joins: PartJoins) -> _Found:
-    """Join what tensor-parallel ranks have; groups, scalars and buffers are those of the first."""
-    first = every[0]
-    for key in dict.fromkeys(key for each in every for key in each.entries) if len(every) > 1 else ():
-        kind, _, name = key.partition("/")
-        state, parts = kind == "optim", [each.entries.get(key) for each in every]
-        present = [part for part in parts if part is not None]
-        if len(present) < len(parts):
-            raise CheckpointError(
-                f"{key} is on {len(present)} of {len(parts)} tensor-parallel ranks",
-                code="ckpt-foreign",
-                fix="Complete the checkpoint.",
-            )
-        if kind == "buffer":
-            continue
-        name = name.rpartition("/")[0] if state else name
-        shape = joins.shape(name, [part.shape for part in present], state=state)
-        first.entries[key] = TensorEntry(shape, present[0].dtype, partial(_read_joined, joins, name, present, state))
-    return first
-
-
-def _read_joined(joins: PartJoins, name: str, parts: Sequence[TensorEntry], state: bool) -> Tensor:
-    return joins.join(name, [part.read() for part in parts], state=state).contiguous()
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
@@ -199,51 +169,15 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
     return folder
 
 
-def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    out = {}
-    for file in folder.iterdir():
-        match = pattern.fullmatch(file.name)
-        if match:
-            out[(int(match.group(1) or 0), int(match.group(2)))] = file
-    return out
-
-
-_TIED = "tied_modules."
-
-
-def _tensor_degree(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
-    """Return how many ranks have a part of each layer."""
-    first = by_mp[min(by_mp)][0]
-    degrees = first.get("checkpoint_parallel_dimensions") or {}
-    # Of a stage of a pipeline that is cut, the files of a layer are numbered: model_00 alone is the whole layer.
-    numbers = [
-        int(number)
-        for file in folder.iterdir()
-        if (match := _LAYER.fullmatch(file.name))
-        for number in re.findall(r"_(\d+)-", match[2])
-    ]
-    degree = max(int(degrees.get("tp_degree") or 1), max(numbers, default=0) + 1)
-    if degree == 1 and not numbers:
-        names: set[str] = set()
-        for states in by_mp.values():
-            shapes = {name for group in states[0].get("param_shapes") or [] for name in group}
-            local_names = {name for name in shapes if not name.startswith(_TIED)}  # which every stage has whole
-            degree = len(by_mp) if names & local_names else degree
-            names |= local_names
-    if len(by_mp) % degree:
-        raise CheckpointError(
-            f"{folder} is of {degree} tensor-parallel ranks, and has files of {len(by_mp)} model-parallel ranks",
-            code="ckpt-foreign",
-            fix="Complete the checkpoint.",
-        )
-    return degree
-
-
 def _joins(
-    folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]], degree: int, override: Mapping[str, Any] | None
+    folder: Path, first: Mapping[str, Any], ranks: tuple[int, bool], override: Mapping[str, Any] | None
 ) -> PartJoins:
-    """Return how the parts of tensor-parallel ranks join; raise UnsupportedError where nobody says it."""
-    first, reasons = by_mp[min(by_mp)][0], []
+    """Return how the parts of tensor-parallel ranks join; raise UnsupportedError where nobody says it.
+
+    Args:
+        ranks: How many they are, and whether there are files of experts.
+    """
+    (degree, experts), reasons = ranks, []
     info = first.get("universal_checkpoint_info") if override is None else override
     if info is not None and override is None and set(info) <= {"universal_checkpoint_version"}:
         info = None  # of a program that knew of no tensor-parallel ranks
@@ -253,7 +187,7 @@ def _joins(
         reasons.append(
             f"{degree} tensor-parallel ranks and no universal_checkpoint_info, which says how their parts join"
         )
-    if degree > 1 and any(_EXPERT.fullmatch(file.name) for file in folder.iterdir()):
+    if degree > 1 and experts:
         reasons.append("experts on tensor-parallel ranks")
     if reasons:
         raise UnsupportedError(
@@ -308,21 +242,15 @@ def _same_memory(module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]
 
 
 def _layers_and_experts(
-    collected: _Found, folder: Path, states: Sequence[Mapping[str, Any]], tensor_rank: tuple[int, int]
+    collected: _Found, parts: Iterable[tuple[str, Path]], states: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Collect the tensors in the model files of pipeline layers and of experts, of one tensor-parallel rank (of so many).
-
-    The optimizer's master copies replace these tensors later.
-    """
+    """Collect the tensors in the model files of pipeline layers and of experts; the optimizer's master copies replace these later."""
     buffers = {name for state in states for name in state.get("buffer_names") or ()}
     known = {name for state in states for group in state.get("param_shapes") or [] for name in group}
-    tied = {name.removeprefix(_TIED).partition(".")[2] for name in known if name.startswith(_TIED)}
-    for file in sorted(folder.iterdir()):
-        layer, expert = _LAYER.fullmatch(file.name), _EXPERT.fullmatch(file.name)
-        if layer and tensor_rank[1] > 1 and f"model_{tensor_rank[0]:02d}-" not in layer[2]:
-            continue
-        for name, tensor in load_pt(file).items() if layer or expert else ():
-            whole = f"{int(layer[1])}.{name}" if layer else name
+    tied = {name.removeprefix(TIED).partition(".")[2] for name in known if name.startswith(TIED)}
+    for layer, file in parts:
+        for name, tensor in load_pt(file).items():
+            whole = layer + name
             if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
                 key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
                 collected.entries[key] = TensorEntry(

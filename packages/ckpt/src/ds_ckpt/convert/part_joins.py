@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_ckpt.convert.tensor_source import TensorEntry
 from ds_config.errors import CheckpointError, DsError, UnsupportedError
 
 __all__ = ["PartJoins"]
@@ -67,6 +69,32 @@ class PartJoins:
         if self._matches("vocabulary_parameter_patterns", name) and "original_vocab_size" in self._info:
             whole = whole[: int(self._info["original_vocab_size"])]  # ranks divide a vocabulary that was padded for it
         return whole
+
+    def entries(self, parts: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+        """Join what the ranks have, `param/<name>` and `optim/<name>/<state>`; buffers are those of the first.
+
+        Raises:
+            CheckpointError: a tensor is not on every rank ("ckpt-foreign").
+        """
+        whole = dict(parts[0])
+        for key in dict.fromkeys(key for each in parts for key in each) if len(parts) > 1 else ():
+            present = [each[key] for each in parts if key in each]
+            if len(present) < len(parts):
+                raise CheckpointError(
+                    f"{key} is on {len(present)} of {len(parts)} tensor-parallel ranks",
+                    code="ckpt-foreign",
+                    fix="Complete the checkpoint.",
+                )
+            kind, _, name = key.partition("/")
+            if kind != "buffer":
+                state = kind == "optim"
+                name = name.rpartition("/")[0] if state else name
+                shape = self.shape(name, [part.shape for part in present], state=state)
+                whole[key] = TensorEntry(shape, present[0].dtype, partial(self._read, name, present, state))
+        return whole
+
+    def _read(self, name: str, parts: Sequence[TensorEntry], state: bool) -> Tensor:
+        return self.join(name, [part.read() for part in parts], state=state).contiguous()
 
     def cut_of(self, name: str) -> dict[str, Any]:
         """Return what DeepSpeed's universal layout says beside a whole tensor of how it is to be cut."""
