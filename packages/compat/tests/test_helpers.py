@@ -680,6 +680,14 @@ def test_small_modules_of_upstreams():
     assert utils.get_grad_norm([layer.bias, long]) == pytest.approx(math.sqrt(4.0 + 2.0), rel=1e-6)
     assert float(utils.clip_grad_norm_(long, 1.0)) == pytest.approx(2.0, rel=1e-6)
     assert float(long.grad[0]) == pytest.approx(5e-4, rel=1e-5)
+    assert utils.get_weight_norm([torch.tensor([3.0]), torch.tensor([4.0])]) == 5.0
+    assert utils.get_weight_norm(torch.tensor([math.inf])) == -1.0
+    counted = []
+    layer.weight.register_hook(lambda grad: counted.append(utils.count_used_parameters_in_backward(layer.parameters())))
+    (layer.weight * 2).sum().backward()
+    assert counted == [1]
+    with pytest.raises(RuntimeError, match="no backward runs"):
+        utils.count_used_parameters_in_backward(layer.parameters())
     other, before = SimpleNamespace(), get_accelerator()
     set_accelerator(other)
     assert get_accelerator() is other

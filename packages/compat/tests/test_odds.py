@@ -240,3 +240,29 @@ def test_without_zero_in_fp32_the_optimizer_says_it_is_the_one_that_was_given(se
     assert not isinstance(made, FusedAdam)
     _, made = begin(config={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
     assert isinstance(made, FusedAdam) is (not settings)
+
+
+def test_at_stage_0_the_loss_scale_falls_at_every_overflow():
+    import deepspeed
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    engine.backward(engine(torch.full((1, 3), float("inf"), dtype=torch.half)).float().sum())
+    engine.step()
+    assert optimizer.loss_scale_config.cur_scale == 8.0
+    engine.destroy()
+
+
+def test_norms_before_a_step_and_decorators_of_autocast():
+    import deepspeed
+    from deepspeed.runtime.zero.linear import autocast_custom_bwd, autocast_custom_fwd
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    engine.backward(engine(torch.ones(1, 3)).square().sum())
+    norm = torch.stack(optimizer._get_norm_groups()).norm()
+    engine.step()
+    torch.testing.assert_close(float(norm), engine.get_global_grad_norm())
+    assert autocast_custom_fwd.func is torch.amp.custom_fwd
+    assert autocast_custom_bwd.keywords == {"device_type": engine.device.type}
+    engine.destroy()

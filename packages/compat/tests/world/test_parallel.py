@@ -57,6 +57,53 @@ def test_gradients_are_clipped_by_one_norm_on_all_ranks() -> None:
     assert float(clip_grad_norm_(parameters(), 1.0, mpu=mpu)) == pytest.approx(13.0**0.5)
 
 
+@world(2)
+def test_an_overflow_of_an_expert_or_a_part_is_known_on_every_rank_that_shares_it() -> None:
+    from deepspeed.runtime.utils import CheckOverflow
+    from deepspeed.utils import groups
+
+    import ds_comm
+
+    rank = ds_comm.world_group().rank
+    groups._create_expert_and_data_parallel(2)
+    dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    dense.grad, expert.grad = torch.ones(1), torch.full((1,), float("inf") if rank else 1.0)
+    assert CheckOverflow([[dense, expert]]).check() == bool(rank)
+    assert CheckOverflow([[dense, expert]], zero_reduce_scatter=True).check()
+    assert CheckOverflow([[dense]]).check_using_norm([-1.0 if rank else 1.0])
+    expert.allreduce = False
+    checker = CheckOverflow([[dense, expert]])
+    assert checker.check()
+    assert not checker.check([[dense]])
+    assert checker.check_using_norm([float("inf") if rank else 1.0], reduce_overflow=False)
+
+
+@world(2)
+def test_attention_over_patches_and_images_in_text() -> None:
+    from deepspeed.sequence.auto_sp import auto_wrap_model_for_sp
+    from deepspeed.sequence.autosp_fusion import ModalityFusionSPAdapter, Qwen2VLFusionAdapter
+    from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
+
+    import ds_comm
+
+    group = ds_comm.world_group()
+    kind = type("SiglipAttention", (nn.Identity,), {})
+    model = auto_wrap_model_for_sp(nn.ModuleList([kind(), type("LlamaAttention", (nn.Identity,), {})()]), group.pg)
+    assert isinstance(model[0], UlyssesSPViTAttention)
+    assert not model[0].has_cls_token
+    assert not isinstance(model[1], UlyssesSPViTAttention)
+    patches = torch.randn(1, 2 + group.rank, 4)
+    torch.testing.assert_close(model[0](patches), patches)
+    with pytest.raises(ValueError, match="no attention of a known class"):
+        auto_wrap_model_for_sp(nn.Linear(2, 2), group.pg)
+    text, ids = torch.zeros(1, 5, 4), torch.tensor([[7, 1, 1, 8, 1]])
+    image = torch.full((1, 1, 4), 1.0 + group.rank)
+    part = Qwen2VLFusionAdapter(nn.Identity(), group.pg, 7, 8)(image, text, ids)
+    assert part[0, :, 0].tolist() == ([0.0, 1.0, 2.0] if group.rank == 0 else [0.0, 0.0, 0.0])
+    with pytest.raises(NotImplementedError):
+        ModalityFusionSPAdapter(nn.Identity(), group.pg)(image, text, ids)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

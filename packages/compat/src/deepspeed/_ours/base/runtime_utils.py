@@ -354,6 +354,19 @@ def get_ma_status() -> int:
     return get_accelerator().memory().allocated
 
 
+def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
+    """Count the parameters that the backward whose hook calls this computes a gradient of.
+
+    Raises:
+        PlanError: no backward runs; a RuntimeError, too ("compat-call-order").
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise refused("outside-backward")
+    with torch.enable_grad():
+        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in parameters if p.requires_grad}
+    return sum(map(torch._C._will_engine_execute_node, nodes))
+
+
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """Return what a dotted name inside a module stands for."""
     return attrgetter(module_name)(model)

@@ -15,6 +15,7 @@ accelerator_name = get_accelerator().name
 installed_ops: dict[str, bool] = {}  # upstream lists what was compiled ahead; here nothing is compiled at run time
 torch_info = {  # of the build of torch; "0.0" for what it has not
     "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": bool(torch.version.cuda),
     "cuda_version": torch.version.cuda or "0.0",
     "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if is_nccl_available() else "0.0",
     "hip_version": torch.version.hip or "0.0",

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from deepspeed._ours.base.runtime_utils import (
     is_model_parallel_parameter,
     total_norm,
 )
+from deepspeed._ours.communication.expert_getters import _get_max_expert_parallel_group
 from deepspeed._ours.communication.group_getters import get_data_parallel_group
+from ds_accel import get_accelerator
 from ds_comm import ReduceOp, all_reduce, as_group, reduce_scatter_single
+from ds_moe.utils import is_moe_param
 
 
 def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
@@ -56,12 +61,22 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [param for param in listed if param.grad is not None]
 
 
-def _norm(params: list[Tensor], norm_type: float, mpu: Any) -> Tensor:
+def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """Compute the norm of tensors: this rank's, or with `mpu` of its model-parallel ranks. Collective with it.
+
+    A norm that is not finite is -1, which `CheckOverflow.check_using_norm` knows.
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = float(_norm(listed, float(norm_type), mpu, Tensor.detach))
+    return norm if math.isfinite(norm) else -1.0
+
+
+def _norm(
+    params: list[Tensor], norm_type: float, mpu: Any, of: Callable[[Tensor], Tensor] = attrgetter("grad")
+) -> Tensor:
     group = bwc_tensor_model_parallel_group(mpu)
     first = group is None or bwc_tensor_model_parallel_rank(mpu) == 0
-    norm = total_norm(
-        [p.grad for p in params if p.grad is not None and (first or is_model_parallel_parameter(p))], norm_type
-    )
+    norm = total_norm([of(p) for p in params if first or is_model_parallel_parameter(p)], norm_type)
     if params:
         norm = norm.to(params[0].device)
     if group is None:
@@ -72,6 +87,55 @@ def _norm(params: list[Tensor], norm_type: float, mpu: Any) -> Tensor:
     power = norm**norm_type
     all_reduce(power, group=as_group(group))
     return power ** (1.0 / norm_type)
+
+
+class CheckOverflow:
+    """Whether gradients that a loop of one's own has are not finite on any rank that shares them. Collective there.
+
+    Args:
+        param_groups: Lists of parameters.
+        mpu: Another library's groups: the model-parallel ranks are asked, too.
+        zero_reduce_scatter: Whether each rank has other elements of the gradients: all ranks are asked.
+        deepspeed: The engine; of no meaning here, since its backwards reduce.
+    """
+
+    def __init__(
+        self, param_groups: Iterable[Iterable[Tensor]] | None = None, mpu: Any = None, zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:  # fmt: skip
+        del deepspeed
+        self.mpu, self.zero_reduce_scatter = mpu, zero_reduce_scatter
+        self.params = [param for group in param_groups or () for param in group]
+        self.has_moe_params = any(map(is_moe_param, self.params))
+
+    def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
+        """Whether a gradient of `param_groups`, by default those of the constructor, is not finite."""
+        params = self.params if param_groups is None else [param for group in param_groups for param in group]
+        return self.has_overflow(params, any(map(is_moe_param, params)))
+
+    def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
+        """Whether a norm is not finite, or -1, which stands for that."""
+        norms = [float(norm) for norm in norm_group]
+        found = not all(math.isfinite(norm) and norm != -1 for norm in norms)
+        return self._anywhere(found, self.has_moe_params, reduce_overflow and self.mpu is None)
+
+    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
+        """Whether this rank has a gradient that is not finite."""
+        return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
+
+    def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
+        """Whether any rank that shares `params` has a gradient that is not finite."""
+        experts = self.has_moe_params if has_moe_params is None else has_moe_params
+        return self._anywhere(self.has_overflow_serial(params), experts, self.zero_reduce_scatter)
+
+    def _anywhere(self, found: bool, experts: bool, everywhere: bool) -> bool:
+        group = bwc_tensor_model_parallel_group(self.mpu)
+        asked = [_get_max_expert_parallel_group()] if experts else []
+        asked += [None] if everywhere else [group] if group is not None else []
+        flag = torch.tensor(float(found), device=get_accelerator().device())
+        for ranks in asked:
+            all_reduce(flag, ReduceOp.MAX, as_group(ranks))
+        return bool(flag)
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:

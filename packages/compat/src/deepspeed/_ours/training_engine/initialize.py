@@ -137,7 +137,7 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
 
     Other models keep their buffers' format, as upstream's: tables of rotations and counters lose much in 16 bits. Running statistics have
     the format of their weights, without which such a model does not run. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
-    section to the model's author.
+    section to the model's author. At stage 0 the loss scale has no hysteresis.
     """
     compute_dtype = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
     of_transformers = any(type(module).__module__.startswith("transformers.") for module in model.modules())
@@ -146,6 +146,8 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
         config = config.model_copy(
             update={"data_types": config.data_types.model_copy(update={"buffer_dtype": compute_dtype})}
         )
+    if config.zero_optimization.stage == 0 and config.fp16.enabled:  # where upstream's scale falls at every overflow
+        config = config.model_copy(update={"fp16": config.fp16.model_copy(update={"hysteresis": 1})})
     if config.sparse_attention is not None and not of_transformers:
         logger.warning(
             "sparse_attention does nothing here and was left out: the attention of %s is its own", type(model).__name__

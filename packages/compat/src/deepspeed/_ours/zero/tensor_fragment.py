@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import ds_comm
 from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.native_ops.accelerator_api import get_accelerator
 from deepspeed._ours.parallel.tp_shards import get_num_kv_heads, get_shard_size_list, set_num_kv_heads
 from ds_comm.differentiable import seq_all_to_all
 
@@ -171,6 +173,13 @@ class AllGatherHandle:
 
 
 # ---- linear layers
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("autocast_custom_fwd", "autocast_custom_bwd"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    decorate: Callable[..., Any] = getattr(torch.amp, name.removeprefix("autocast_"))
+    return partial(decorate, device_type=get_accelerator().device_name())  # known when it is asked for
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):

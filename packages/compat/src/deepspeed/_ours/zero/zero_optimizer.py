@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import ds_comm
 import ds_zero
 from deepspeed._ours.base.forwarding import answers, reads
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.base.runtime_utils import total_norm
 from deepspeed._ours.config.section_models import OffloadStateTypeEnum
 from deepspeed._ours.zero.module_marks import external_of
 from deepspeed._ours.zero.scalers import EngineLossScaler
+from ds_accel import get_accelerator
 from ds_zero import (
     ShardedModel,
     ShardedOptimizer,
@@ -165,6 +168,15 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
             raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
         numbered = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
         return {number: grad for number, grad in numbered if grad is not None}
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """Return the norm of the gradients so far of each group of parameters that a backward handles at once. Collective."""
+        of = [unit.params for unit in self.sharding.units if unit.spec.trained]
+        parts = [[grad for grad in map(safe_get_local_grad, params) if grad is not None] for params in of]
+        squares = torch.tensor([float(total_norm(grads, 2)) ** 2 for grads in parts], device=get_accelerator().device())
+        if self.sharding.options.residency.shard_optim:
+            ds_comm.all_reduce(squares, group=self.sharding.group)
+        return list(squares.sqrt())
 
     single_partition_of_fp32_groups = reads(
         "fp32_partitioned_groups_flat", "`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."
