@@ -443,6 +443,28 @@ def test_parts_of_tensor_parallel_ranks_join_as_their_files_say(tmp_path, stage)
     assert other.entries["param/0.norm"].shape == (10,)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_of_stage_3_that_say_no_more_than_needed(tmp_path, ranks):
+    """Shapes are lists, states a list by group, and neither groups nor counts say which parameters and ranks there are."""
+    whole = torch.arange(20.0).view(5, 4)
+    info = {"universal_checkpoint_version": 0.4, "parameter_with_row_parallelism_patterns": ["no"]}
+    for rank, part in enumerate(whole.split([3, 2] if ranks == 2 else [5])):
+        for data, flat in enumerate(part.flatten().chunk(2)):
+            stem = f"{tmp_path}/zero_pp_rank_{data}_mp_rank_{rank:02d}"
+            said = {"param_shapes": [{"w": list(part.shape)}], "universal_checkpoint_info": info}
+            torch.save(said, f"{stem}_model_states.pt")
+            inner = {"state": [{"exp_avg": flat * 10}], "param_groups": [{}]}
+            outer = {"optimizer_state_dict": inner, "fp32_flat_groups": [flat.clone()], "zero_stage": 3}
+            torch.save({"optimizer_state_dict": outer}, f"{stem}_optim_states.pt")
+    source = open_deepspeed(tmp_path, allow_pickle=True)
+    _equal(source, {"param/w": whole, "optim/w/exp_avg": whole * 10})
+    assert source.meta["source"].get("unused_patterns") == (["no"] if ranks == 2 else None)
+    write_universal(source, tmp_path / "u", "t", allow_pickle=True, flat=ranks == 1)
+    written = torch.load(tmp_path / "u" / "t" / "zero" / "w" / "exp_avg.pt")
+    assert (written if ranks == 1 else written["param"]).equal(whole.flatten() * 10 if ranks == 1 else whole * 10)
+    _equal(open_deepspeed(tmp_path / "u", allow_pickle=True), {"param/w": whole, "optim/w/exp_avg": whole * 10})
+
+
 def test_joins_of_parts():
     a, b = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
     blocks = {"logical_shape": [2, 8], "ranks": {}}
@@ -465,6 +487,10 @@ def test_joins_of_parts():
     turns = torch.stack([a.view(2, 4), b.view(2, 4)], 2).view(2, 8)
     assert joins.join("turns", [a, b]).equal(turns)
     assert joins.shape("turns", [(4, 2), (4, 2)]) == (2, 8)
+    assert joins.cut_of("three", (8, 2))["sub_param_shape"]["shape"] == [(4, 4), -1]  # a count is no size
+    assert joins.unused(["mean", "glu", "words"]) == {"three"}
+    with pytest.raises(CheckpointError, match="records no sub_param_shard_widths for three"):
+        PartJoins({**info, "universal_checkpoint_version": 0.4}, 2).join("three", [a, b])
     blocks["ranks"][0]["pieces"][0]["scale"] = 0.5
     assert joins.join("turns", [a / 2, b]).equal(turns)
     with pytest.raises(UnsupportedError, match=r"multiplied by 0\.5"):

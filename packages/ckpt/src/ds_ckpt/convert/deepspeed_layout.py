@@ -131,8 +131,9 @@ def open_deepspeed(
     aliases = {alias: target for alias, target in collected.aliases.items() if target in collected.entries}
     meta = _meta(collected, first[0])
     if degree > 1:
-        names = [key.removeprefix("param/") for key in collected.entries if key.startswith("param/")]
-        meta["cuts"] = from_json(to_json({name: joins.cut_of(name) for name in names}))
+        shapes = {k.removeprefix("param/"): e.shape for k, e in collected.entries.items() if k.startswith("param/")}
+        meta["cuts"] = from_json(to_json({name: joins.cut_of(name, shape) for name, shape in shapes.items()}))
+        meta["source"] |= {"unused_patterns": sorted(joins.unused(shapes))}
     return TensorSource(collected.entries, aliases, meta)
 
 
@@ -259,7 +260,7 @@ def _layers_and_experts(
 
 
 def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
-    count = ranks[0]["partition_count"]
+    count = ranks[0].get("partition_count", len(ranks))
     expected = max(count) if isinstance(count, list | tuple) else int(count)
     if expected != len(ranks):
         raise CheckpointError(
@@ -280,7 +281,7 @@ def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Se
         if index == len(collected.groups):  # later pipeline stages have the groups of the first again
             collected.groups.append({k: v for k, v in group.items() if k != "params"})
             collected.names.append([])
-        collected.names[index].extend(_names_of(states[0], group["params"] if stage3 else [index], count))
+        collected.names[index].extend(_names_of(states[0], group.get("params", [index]) if stage3 else [index], count))
     collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
     collected.clip = ranks[0].get("clip_grad")
 
@@ -385,7 +386,8 @@ def _group12(collected: _Found, group: int, names: Mapping[str, Any], ranks: Seq
     slices = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
     paddings = (ranks[0].get("param_alignment_paddings") or {group: None})[group]
     offset = 0
-    states = [_group_state(rank["base_optimizer_state"], group) for rank in ranks]
+    inner = [rank["base_optimizer_state"] for rank in ranks]
+    states = [_group_state(each if isinstance(each, list) else each["state"], group) for each in inner]
     limits = [piece.numel() for piece in slices]
     for index, (name, shape) in enumerate(names.items()):
         numel = shape.numel()
@@ -401,9 +403,9 @@ def _group12(collected: _Found, group: int, names: Mapping[str, Any], ranks: Seq
         raise _does_not_add_up(group, offset, sum(limits))
 
 
-def _group_state(state: Any, group: int) -> Mapping[str, Any]:
+def _group_state(states: Any, group: int) -> Mapping[str, Any]:
     # Elastic checkpoints keep a list with one state per group, others torch's dict by index.
-    return dict(state[group] if isinstance(state, list) else state["state"].get(group, {}))
+    return dict(states[group] if isinstance(states, list) else states.get(group, {}))
 
 
 def _stage3(
@@ -414,11 +416,11 @@ def _stage3(
 ) -> None:
     world, offset = len(flat), 0
     every = {name: shape for group in shapes for name, shape in group.items()}
-    states = [[inner[rank]["state"].get(i, {}) for i in range(len(flat[rank]))] for rank in range(world)]
+    states = [[_group_state(inner[rank]["state"], i) for i in range(len(flat[rank]))] for rank in range(world)]
     keys = [k for k, v in states[0][0].items() if isinstance(v, Tensor) and v.dim()] if states[0] else []
     scalars = [k for k in (states[0][0] if states[0] else {}) if k not in keys]
     for name, shape in every.items():
-        each = -(-shape.numel() // world)
+        each = -(-torch.Size(shape).numel() // world)
         pieces = [p for rank in range(world) for p in _across(flat[rank], offset, each)]
         _add(collected, name, tuple(shape), pieces)
         for key in keys:

@@ -7,9 +7,10 @@ Works on our checkpoints, and with `allow_pickle` on DeepSpeed's. `checkpoint_di
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,17 @@ class LazyTensor:
 
 
 def open_training(
-    checkpoint_dir: str | os.PathLike[str], tag: str | None = None, *, allow_pickle: bool = False
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    allow_pickle: bool = False,
+    parallel_info: Mapping[str, Any] | None = None,
 ) -> TensorSource:
-    """Open a checkpoint of this package or of DeepSpeed in a folder of tags (or the folder of a tag)."""
+    """Open a checkpoint of this package or of DeepSpeed in a folder of tags (or the folder of a tag).
+
+    Args:
+        parallel_info: As of `open_deepspeed`.
+    """
     root = Path(checkpoint_dir)
     if tag is not None and (root / tag / MANIFEST).is_file():
         return open_checkpoint(root / tag)
@@ -53,7 +62,7 @@ def open_training(
     if latest is not None:
         return open_checkpoint(latest)
     if any(root.glob("*_model_states.pt")) or any(root.glob("*/*_model_states.pt")):
-        return open_deepspeed(root, tag=tag, allow_pickle=allow_pickle)
+        return open_deepspeed(root, tag=tag, allow_pickle=allow_pickle, parallel_info=parallel_info)
     raise CheckpointError(
         f"{root} holds no complete checkpoint{f' {tag!r}' if tag else ''}",
         code="ckpt-not-found",

@@ -8,7 +8,7 @@ value in one matrix). A tensor that no pattern names is cut along its first dime
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,11 @@ __all__ = ["PartJoins"]
 
 _WIDTHS_SINCE = 0.4
 """The version of the information from which on it says how wide the parts of each rank are."""
+
+_LISTS = frozenset([
+    "tp_replicated_parameter_patterns", "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
+    "vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0",
+])  # fmt: skip
 
 
 class PartJoins:
@@ -96,8 +101,15 @@ class PartJoins:
     def _read(self, name: str, parts: Sequence[TensorEntry], state: bool) -> Tensor:
         return self.join(name, [part.read() for part in parts], state=state).contiguous()
 
-    def cut_of(self, name: str) -> dict[str, Any]:
-        """Return what DeepSpeed's universal layout says beside a whole tensor of how it is to be cut."""
+    def unused(self, names: Iterable[str]) -> set[str]:
+        """Return the patterns of the lists that fit none of these parameters."""
+        lists = (patterns for key, patterns in self._info.items() if key in _LISTS)
+        there, known = {pattern for each in lists for pattern in each}, list(names)
+        there |= {pattern for pattern, _ in self._several}
+        return {pattern for pattern in there if not any(re.match(pattern, name) for name in known)}
+
+    def cut_of(self, name: str, shape: Sequence[int]) -> dict[str, Any]:
+        """Return what DeepSpeed's universal layout says beside a whole tensor, of this shape, of how it is to be cut."""
         cut: dict[str, Any] = {"vocab_tensor": True} if self._matches("vocabulary_parameter_patterns", name) else {}
         if self._matches("tp_replicated_parameter_patterns", name) or self._matches(
             "parameter_to_average_patterns", name
@@ -107,7 +119,11 @@ class PartJoins:
             return {"cat_dim": 0, "param_n_sub_params": 2, **cut}
         for pattern, spec in self._several:
             if re.match(pattern, name):
-                return {"sub_param_shape": {**spec, "patterns": list(spec["patterns"])}, **cut}
+                dim, sizes = int(spec["partition_dim"]), list(spec["shape"])
+                if isinstance(sizes[dim], int):  # how many there are, where the reader expects their sizes
+                    sizes[dim] = (shape[dim] // sizes[dim],) * sizes[dim]
+                several = {"patterns": list(spec["patterns"]), "shape": sizes, "partition_dim": dim}
+                return {"sub_param_shape": several, **cut}
         return {"cat_dim": 1 if self._matches("parameter_with_row_parallelism_patterns", name) else 0, **cut}
 
     def _joined(self, name: str, parts: Sequence[Tensor], state: bool) -> Tensor:
@@ -132,7 +148,10 @@ class PartJoins:
         dim, shape = int(spec["partition_dim"]), list(spec["shape"])
         sizes = shape[dim]
         if self._has_widths:
-            widths = [[int(n) for n in each] for each in self._info["sub_param_shard_widths"][pattern]]
+            said = self._info.get("sub_param_shard_widths") or {}
+            if pattern not in said:
+                raise ValueError(f"it records no sub_param_shard_widths for {pattern}")
+            widths = [[int(n) for n in each] for each in said[pattern]]
         else:
             if isinstance(sizes, int):  # how many there are, of one size
                 total = sum(part.shape[dim] for part in parts)

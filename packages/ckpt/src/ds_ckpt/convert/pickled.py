@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "FragmentAddress",
     "LossScaler",
     "PickledObject",
+    "SubparamShape",
     "load_pt",
     "require_pickle",
     "save_pt",
@@ -84,12 +86,16 @@ class FragmentAddress:
         self.numel, self.start = numel, start
 
 
+@dataclass
 class SubparamShape:
     """Of a parameter that is several in one: the sizes of these in a dimension, and which that is."""
 
-    def __init__(self, patterns: Sequence[str], shape: Sequence[Any], partition_dim: int) -> None:
-        self.patterns, self.partition_dim = list(patterns), partition_dim
-        self.shape = tuple(tuple(size) if isinstance(size, list | tuple) else size for size in shape)
+    patterns: list[str]
+    shape: Sequence[Any]
+    partition_dim: int
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(tuple(size) if isinstance(size, list | tuple) else size for size in self.shape)
 
 
 _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (

@@ -16,15 +16,20 @@ from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import replace_text
 
-__all__ = ["write_universal"]
+__all__ = ["cut_entries", "write_universal"]
 
 
-def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str, *, allow_pickle: bool = False) -> Path:
+def write_universal(
+    source: TensorSource, out: str | os.PathLike[str], tag: str, *, allow_pickle: bool = False, flat: bool = False
+) -> Path:
     """Write `source` as `out/tag` in DeepSpeed's universal layout; DeepSpeed loads it with `checkpoint.load_universal`.
 
     `source` has our names; meta["optimizer"] as ds_engine keeps it gives groups and scalars. The order of the groups
     must be that of the optimizer that will load it. Both spellings of the model file are written, so ZeRO 1, 2 and 3 find
     theirs; frozen parameters and buffers are in it (DeepSpeed itself does not restore those from a universal checkpoint).
+
+    Args:
+        flat: Write each tensor alone and flat, as DeepSpeed does of stage 3, which only stage 3 loads.
 
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`.
@@ -49,18 +54,17 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     zero.mkdir(parents=True)
     steps, cuts = dict((optimizer.get("scalars") or {}).get("step") or {}), source.meta.get("cuts") or {}
     for name, states in trained.items():
-        folder, cut = zero / name, _cut(cuts.get(name))
+        folder, cut = zero / name, cut_entries(cuts.get(name))
         folder.mkdir()
-        save_pt({"param": source.entries[f"param/{name}"].read().float(), **cut}, folder / "fp32.pt")
-        for state in states:
-            entry = source.entries.get(f"optim/{name}/{state}")
-            if entry is None:
-                zeros = torch.zeros(source.entries[f"param/{name}"].shape)
-                save_pt({"param": zeros, **cut}, folder / f"{state}.pt")
-            elif entry.shape == source.entries[f"param/{name}"].shape:
-                save_pt({"param": entry.read().float(), **cut}, folder / f"{state}.pt")
-            elif state == "step":
-                steps[name] = float(entry.read())
+        for state in ("", *states):
+            entry = source.entries.get(f"optim/{name}/{state}" if state else f"param/{name}")
+            shape = source.entries[f"param/{name}"].shape
+            if entry is not None and entry.shape != shape:
+                if state == "step":
+                    steps[name] = float(entry.read())
+                continue
+            whole = torch.zeros(shape) if entry is None else entry.read().float()
+            save_pt(whole.flatten() if flat else {"param": whole, **cut}, folder / f"{state or 'fp32'}.pt")
         if name in steps:
             torch.save(torch.tensor(float(steps[name])), folder / "step.pt")
     save_pt(_common(groups, steps, source.meta), zero / "optimizer_state.pt")
@@ -71,7 +75,7 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     return target
 
 
-def _cut(stored: Mapping[str, Any] | None) -> dict[str, Any]:
+def cut_entries(stored: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what stands beside a tensor: how tensor-parallel ranks are to cut it. What nobody said anything of has one rank."""
     if stored is None:
         return {"cat_dim": 0}

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.version import version
 from deepspeed._ours.launcher.elasticity import compute_elastic_config
 from deepspeed._ours.launcher.launching import decode_world_info, parse_args
 from ds_ckpt.convert.deepspeed_layout import write_universal
 from ds_ckpt.convert.fp32 import open_training
+from ds_ckpt.convert.pickled import load_pt
+from ds_ckpt.format import MANIFEST
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_launcher.cli import main as ds
@@ -154,6 +157,10 @@ def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace
     )
     parser.add_argument("--input_folder", required=True)
     parser.add_argument("--output_folder", required=True)
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="let patterns of names fit nothing")
+    parser.add_argument(
+        "--inject_missing_state", action="store_true", help="cut along dim 0 where files do not say how"
+    )
     known, _ = parser.parse_known_args(args)  # upstream's other options speak of workers and of what is kept meanwhile
     return known
 
@@ -164,10 +171,31 @@ def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
     The program is `ds_to_universal.py --input_folder TAG --output_folder OUT`.
 
     Args:
-        args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.
+        args: The command line; or, as upstream's `main` has it, an object with `input_folder`, `output_folder`, and the flags.
+
+    Raises:
+        CheckpointError: patterns of names in the files fit nothing, unless `--no_strict` ("compat-files").
     """
     options: Any = args if hasattr(args, "input_folder") else universal_arguments(args)
-    out = Path(options.output_folder)
-    source = open_training(options.input_folder, allow_pickle=True)
-    write_universal(source, out.parent, out.name, allow_pickle=True)
+    out, folder = Path(options.output_folder), Path(options.input_folder)
+    info = _injected(folder) if getattr(options, "inject_missing_state", False) else None
+    source = open_training(folder, allow_pickle=True, parallel_info=info)
+    unused = (source.meta.get("source") or {}).get("unused_patterns")
+    if unused and getattr(options, "strict", True):
+        raise refused("unused-patterns", ", ".join(unused))
+    # Of stage 3 upstream's files hold tensors without anything beside them, which tools that read them count on.
+    flat = bool(source.meta.get("source")) and unused is None and bool(_models(folder, "zero_pp_rank_"))
+    write_universal(source, out.parent, out.name, allow_pickle=True, flat=flat)
     return 0
+
+
+def _injected(folder: Path) -> dict[str, float] | None:
+    """Return the information that is assumed of upstream's files which have none."""
+    files = [] if (folder / MANIFEST).is_file() else _models(folder, "")[:1]
+    said = [load_pt(file).get("universal_checkpoint_info") or {} for file in files]
+    version = {"universal_checkpoint_version": 0.4}
+    return version if said and set(said[0]) <= set(version) else None
+
+
+def _models(folder: Path, prefix: str) -> list[Path]:
+    return sorted(folder.glob(f"{prefix}*mp_rank_*_model_states.pt"))

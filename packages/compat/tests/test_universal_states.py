@@ -1,0 +1,122 @@
+"""Upstream's functions of one parameter in the universal layout, and the flags of its converter."""
+
+import dataclasses
+
+import pytest
+import torch
+from deepspeed.checkpoint.ds_to_universal import (
+    _group_per_tp_shapes,
+    _merge_zero_shards,
+    _validate_autotp_conversion_support,
+    main,
+    merge_tp_slices,
+    parse_arguments,
+)
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
+
+from ds_config.errors import CheckpointError, UnsupportedError
+
+FULL = torch.arange(16.0).view(8, 2)
+ROWS = {0: [0, 1, 4, 6], 2: [2, 3, 5, 7]}  # of queries, keys and values; rank 1 has none
+
+
+def _fragments(folder, states=("fp32", "exp_avg"), halves=2):
+    for rank, rows in ROWS.items():
+        (folder / str(rank)).mkdir(parents=True)
+        for state in states:
+            for index, part in enumerate(FULL[rows].flatten().chunk(halves)):
+                torch.save(part.clone(), folder / str(rank) / f"{state}.{index:02d}")
+        torch.save(torch.tensor(3.0), folder / str(rank) / "step.00")
+
+
+def _info(**more):
+    several = dataclasses.asdict(SubparamShape(["qkv"], ((4, 2, 2), 2), 0))
+    widths = {"qkv": [[2, 0, 2], [1, 0, 1], [1, 0, 1]]}
+    return {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_sub_params": [several],
+        "sub_param_shard_widths": widths,
+        **more,
+    }
+
+
+def test_parts_of_a_parameter_are_joined_and_written(tmp_path):
+    _fragments(tmp_path / "in" / "qkv")
+    shapes = [torch.Size([4, 2]), torch.Size([0, 2]), torch.Size([4, 2])]
+    info = _info(tp_replicated_parameter_patterns=["norm"])
+    assert merge_tp_slices(info, str(tmp_path / "out"), str(tmp_path / "in"), 3, ("qkv", shapes)) == {"norm"}
+    for state in ("fp32", "exp_avg"):
+        written = torch.load(tmp_path / "out" / "qkv" / f"{state}.pt", weights_only=False)
+        assert written["param"].equal(FULL)
+        assert written["sub_param_shape"] == SubparamShape(["qkv"], ((4, 2, 2), 2), 0)
+    assert sorted(path.name for path in (tmp_path / "out" / "qkv").iterdir()) == ["exp_avg.pt", "fp32.pt", "step.pt"]
+    wrong = [torch.Size([4, 2])] * 3
+    with pytest.raises(CheckpointError, match=r"rank 1, whose shape .* is not empty") as caught:
+        _merge_zero_shards(str(tmp_path / "in" / "qkv"), "fp32", 3, wrong)
+    assert isinstance(caught.value, AssertionError)
+    with pytest.raises(AssertionError, match="widths of"):
+        merge_tp_slices(
+            _info(sub_param_shard_widths={"qkv": [[2, 2]]}),
+            str(tmp_path / "o"),
+            str(tmp_path / "in"),
+            3,
+            ("qkv", shapes),
+        )
+    with pytest.raises(CheckpointError, match="leaves the directory"):
+        merge_tp_slices(_info(), str(tmp_path / "out"), str(tmp_path / "in"), 3, ("../up", shapes))
+
+
+def test_shapes_are_grouped_by_tensor_rank():
+    stages = [
+        {"a": (3,), "tied": (2,)},
+        {"a": (2,), "tied": (2,)},
+        {"b": (1,), "tied": (2,)},
+        {"b": (4,), "tied": (2,)},
+    ]
+    assert _group_per_tp_shapes(stages, 2, 2) == {"a": [(3,), (2,)], "tied": [(2,), (2,)], "b": [(1,), (4,)]}
+    stages[2]["tied"] = (1,)
+    with pytest.raises(AssertionError, match="disagree on shape: tied"):
+        _group_per_tp_shapes(stages, 2, 2)
+
+
+def test_what_cannot_be_said_is_a_value_error():
+    _validate_autotp_conversion_support({})
+    with pytest.raises(ValueError, match="interleaved") as caught:
+        _validate_autotp_conversion_support({"autotp_unsupported_parameter_patterns": {"qkv": "interleaved"}})
+    assert isinstance(caught.value, UnsupportedError)
+    with pytest.raises(UnsupportedError, match="a single parameter"):
+        load_hp_checkpoint_state(None, "zero/w", 0, 1)
+
+
+def _two_ranks(folder, info, dim):
+    folder.mkdir()
+    for rank, part in enumerate(FULL.chunk(2, dim)):
+        states = {"param_shapes": [{"w": part.shape}], "module": {"w": part.clone()}, "universal_checkpoint_info": info}
+        torch.save(states, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        inner = {"state": {0: {"exp_avg": part.flatten()}}, "param_groups": [{"lr": 1.0, "params": [0]}]}
+        outer = {
+            "base_optimizer_state": inner,
+            "single_partition_of_fp32_groups": [part.flatten()],
+            "partition_count": [1],
+        }
+        torch.save({"optimizer_state_dict": outer}, folder / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+
+
+@pytest.mark.parametrize("info", [None, {"universal_checkpoint_version": 0.4}])
+def test_state_is_injected_where_a_checkpoint_says_nothing(tmp_path, info):
+    _two_ranks(tmp_path / "in", info, 0)
+    words = ["--input_folder", str(tmp_path / "in"), "--output_folder", str(tmp_path / "u")]
+    with pytest.raises(UnsupportedError, match="no universal_checkpoint_info"):
+        main(parse_arguments(words))
+    main(parse_arguments([*words, "--inject_missing_state", "--num_extract_workers", "1"]))
+    assert torch.load(tmp_path / "u" / "zero" / "w" / "fp32.pt")["param"].equal(FULL)
+
+
+def test_injection_does_not_take_the_place_of_what_is_there(tmp_path):
+    info = {"universal_checkpoint_version": 0.4, "parameter_with_row_parallelism_patterns": ["w", "other"]}
+    _two_ranks(tmp_path / "in", info, 1)
+    words = ["--input_folder", str(tmp_path / "in"), "--output_folder", str(tmp_path / "u"), "--inject_missing_state"]
+    with pytest.raises(CheckpointError, match="fit no parameter: other"):
+        main(parse_arguments(words))
+    main(parse_arguments([*words, "--no_strict"]))
+    assert torch.load(tmp_path / "u" / "zero" / "w" / "fp32.pt")["param"].equal(FULL)
