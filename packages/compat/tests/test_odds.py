@@ -259,10 +259,31 @@ def test_norms_before_a_step_and_decorators_of_autocast():
 
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
     engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    assert not hasattr(optimizer, "bit16_groups_flat")
+    assert (optimizer.averaged_gradients, optimizer.grad_partitions_flat_buffer.numel()) == ({}, 0)
     engine.backward(engine(torch.ones(1, 3)).square().sum())
     norm = torch.stack(optimizer._get_norm_groups()).norm()
+    flat = torch.cat([grad.flatten() for grad in optimizer.averaged_gradients[0]])
+    torch.testing.assert_close((flat.norm(), optimizer.grad_partitions_flat_buffer.norm()), (norm, norm))
     engine.step()
     torch.testing.assert_close(float(norm), engine.get_global_grad_norm())
     assert autocast_custom_fwd.func is torch.amp.custom_fwd
     assert autocast_custom_bwd.keywords == {"device_type": engine.device.type}
+    engine.destroy()
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_gradients_of_each_group_and_the_tensors_of_parameters(device):
+    import deepspeed
+
+    zero = {"stage": 2, "offload_optimizer": {"device": device}}
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero}
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}]
+    engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    assert sum(flat.numel() for flat in optimizer.bit16_groups_flat) >= 8
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    found = {number: [grad.numel() for grad in grads] for number, grads in optimizer.averaged_gradients.items()}
+    assert found == ({0: [6], 1: [2]} if device == "none" else {})
+    assert hasattr(optimizer, "accumulated_grads_in_cpu") is (device == "cpu")
     engine.destroy()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
-from deepspeed._ours.base.forwarding import answers
+from deepspeed._ours.base.forwarding import answers, reads
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
@@ -229,6 +229,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if not self.plan.managed:
             raise refused("boundary-unmanaged")
         self._boundary = bool(is_boundary)
+
+    _is_gradient_accumulation_boundary = reads("_boundary", "What `set_gradient_accumulation_boundary` was given.")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current microbatch ends a step."""

@@ -164,10 +164,44 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
             AttributeError: it is not, as upstream has it.
         """
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
-        if all(unit.plan.offload_optimizer == "device" for unit in trained):
+        if not self._offloads():
             raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
         numbered = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
         return {number: grad for number, grad in numbered if grad is not None}
+
+    @property
+    def bit16_groups_flat(self) -> list[Tensor]:
+        """The tensors that the model's trained parameters are views of.
+
+        Raises:
+            AttributeError: parameters are sharded, as upstream has it.
+        """
+        if self.sharding.options.residency.shard_params:
+            raise AttributeError("bit16_groups_flat: parameters are sharded")
+        return [unit.full for unit in self.sharding.units if unit.spec.trained]
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's elements of the gradients so far, by number of the parameter group; copies. Empty where `accumulated_grads_in_cpu` has them."""
+        if not self.sharding.options.residency.shard_optim or self._offloads():
+            return {}
+        found: dict[int, list[Tensor]] = {}
+        for param in self.sharding.model.parameters():
+            grad = safe_get_local_grad(param) if param.requires_grad else None
+            if grad is not None:
+                found.setdefault(self._groups.get(id(param), 0), []).append(grad)
+        return found
+
+    @property
+    def grad_partitions_flat_buffer(self) -> Tensor:
+        """This rank's elements of the gradients so far, in one tensor: a copy."""
+        of = chain.from_iterable(unit.params for unit in self.sharding.units if unit.spec.trained)
+        grads = [grad for grad in map(safe_get_local_grad, of) if grad is not None]
+        return torch.cat(grads) if grads else torch.empty(0)
+
+    def _offloads(self) -> bool:
+        trained = [unit for unit in self.sharding.units if unit.spec.trained]
+        return any(unit.plan.offload_optimizer != "device" for unit in trained)
 
     def _get_norm_groups(self) -> list[Tensor]:
         """Return the norm of the gradients so far of each group of parameters that a backward handles at once. Collective."""
