@@ -191,6 +191,30 @@ def test_values_that_json_does_not_have_are_there_again(tmp_path):
     assert math.isnan(meta["optimizer"]["groups"][0]["lr"])
 
 
+@pytest.mark.parametrize("layout", [Regular(2, 2), Regular(1, 1, pipeline=(0, 1)), None])
+def test_what_modules_keep_beside_tensors(tmp_path, layout):
+    source = _state({"0.weight": (3,), "1.weight": (4,)})
+    extra = {"1": {"of": 3}} if layout and layout.pipeline else {"": [1], "1": {"of": 3}}
+    source = type(source)(source.entries, {}, {**source.meta, "extra": extra})
+    if layout is None:
+        write_universal(source, tmp_path, "t", allow_pickle=True)
+    else:
+        write_regular(source, tmp_path, "t", layout, allow_pickle=True)
+    assert open_deepspeed(tmp_path / "t", allow_pickle=True).meta["extra"] == extra
+
+
+def test_state_dicts_by_part_are_read(tmp_path):
+    """Of Megatron-DeepSpeed's models at stage 0: nothing else has the weights."""
+    (tmp_path / "t").mkdir()
+    model = {"lm": {"head": {"weight": torch.ones(3)}, "layers.0.bias": torch.ones(2)}}
+    states = {"module": model, "buffer_names": [], "optimizer": None, "param_shapes": None, "ds_version": "0"}
+    torch.save(states, tmp_path / "t" / "mp_rank_00_model_states.pt")
+    assert set(open_deepspeed(tmp_path / "t", allow_pickle=True).entries) == {
+        "param/lm.head.weight",
+        "param/lm.layers.0.bias",
+    }
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pipeline_stages(tmp_path, ranks):
     shapes = {"0.weight": (7, 3), "0.bias": (3,), "2.weight": (3, 3), "10.weight": (5,), "10.ice": (2,)}

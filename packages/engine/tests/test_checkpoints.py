@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ds_ckpt
 import ds_engine
 import ds_zero
-from ds_config.errors import CheckpointError, PlanError
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_engine import Engine
 
 Make = Callable[[], nn.Module]
@@ -323,6 +323,52 @@ def test_buffers_of_any_layout_are_saved_and_loaded(
     for name, buffer in engines[0].module.named_buffers():
         torch.testing.assert_close(engines[1].module.get_buffer(name), buffer)
     assert engines[1].module.plain is kept
+    for engine in engines:
+        engine.close()
+
+
+class Remembering(nn.Module):
+    """Has state that is no tensor, and a state dict of its own form, as models of Megatron-DeepSpeed."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self.line, self.memory = nn.Linear(3, 3), memory
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).square().mean()
+
+    def get_extra_state(self) -> Any:
+        return self.memory
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        plain = super().state_dict(*args, **options)
+        return {"line": {"weight": plain["line.weight"], "bias": plain["line.bias"]}, "_extra_state": self.memory}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("layout", [{}, {"layout": "ds"}])
+def test_state_that_is_no_tensor_and_models_with_a_state_dict_of_their_own(
+    config: Settings, tmp_path: Path, stage: int, layout: dict[str, str]
+) -> None:
+    asked = config(zero_optimization={"stage": stage}, checkpoint=layout)
+    memory = {"scales": torch.tensor([1.0, 3.0]), "of": (1, 2)}
+    engines = [ds_engine.initialize(model=Remembering(m), config=asked)[0] for m in (memory, None)]
+    engines[0].module.seen.fill_(5.0)
+    engines[0].save_checkpoint(tmp_path)
+    engines[1].load_checkpoint(tmp_path)
+    assert engines[1].module.memory["of"] == (1, 2)
+    assert torch.equal(engines[1].module.memory["scales"], memory["scales"])
+    assert torch.equal(engines[1].module.seen, engines[0].module.seen)
+    whole = engines[1].full_state_dict()
+    assert whole["_extra_state"]["of"] == (1, 2)
+    assert whole["line"]["weight"].shape == (3, 3)  # type: ignore[call-overload]
+    engines[0].module.memory = object()
+    with pytest.raises(UnsupportedError, match="_extra_state"):
+        engines[0].save_checkpoint(tmp_path, "refused")
     for engine in engines:
         engine.close()
 

@@ -214,6 +214,27 @@ def test_torch_schedulers_and_callables(make_model: Make, config: Settings, rows
     by_callable.close()
 
 
+def test_a_scheduler_of_samples_gets_the_batch(make_model: Make, config: Settings, rows: Any) -> None:
+    """As Megatron's `step(increment)`, where nobody gives the number: `train_batch` cannot. A metric is not made up."""
+    seen: list[int] = []
+
+    class Samples:
+        def step(self, increment: int) -> None:
+            seen.append(increment)
+
+    engine = start(make_model(), config(), training_data=rows, lr_scheduler=Samples())
+    engine.train_batch()
+    assert seen == [engine.plan.batch.train]
+    engine.close()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    engine = start(
+        make_model(), config(optimizer=None), training_data=rows, optimizer=torch.optim.SGD, lr_scheduler=plateau
+    )
+    with pytest.raises(TypeError, match="metrics"):
+        engine.train_batch()
+    engine.close()
+
+
 def test_groups_without_parameters_are_dropped(make_model: Make, config: Settings) -> None:
     """As DeepSpeed drops them: values of a schedule by group are of those that train, unless a scheduler has counted them all."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.5], "warmup_num_steps": 2}}

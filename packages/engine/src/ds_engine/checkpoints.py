@@ -4,7 +4,8 @@ param/<name>  optim/<name>/<state>   logical tensors, in the master format     f
 buffer/<name>                        persistent buffers of the model            the first rank's that holds them
 rng/<rank>/<stream>                  random states of each rank                 used again only on as many ranks
 onebit/<rank>/<kind>/<message>       error feedback of a 1-bit optimizer        used again only on as many ranks
-meta                                 counters, scalars of the optimizer, scheduler, data position, config, client state
+meta                                 counters, scalars of the optimizer, scheduler, data position, config, client state,
+                                     extra states of modules
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
 from ds_engine.client_states import FORMATS, decode_client_state
+from ds_engine.extra_states import encode_extra_states, set_extra_states
 from ds_engine.load_differences import compare, refuse_or_name
 from ds_engine.plan import Plan
 from ds_pipe import PipelineModule
@@ -94,12 +96,14 @@ def contents_of(
     if run.mesh["pipe"].size > 1 or len(run.sharding.families) > 1:  # ranks hold different ones
         every = all_gather_json(still, run.mesh["world"], unit="frozen")
         everywhere = sorted({name for names in every for name in names})
+    extra = encode_extra_states(run.module, run.mesh)
     meta = {
-        "format": format_of(client),
+        "format": format_of({"client": client, "extra": extra}),
         "world": run.mesh["world"].size,
         "counters": counters,
         "config": run.record(),
         "client": dict(client),
+        "extra": extra,
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
         "frozen": everywhere,  # for layouts that know frozen parameters from those without a gradient so far
         "onebit": getattr(_inner(run), "error_numels", {}),
@@ -339,6 +343,8 @@ def _restore(run: CheckpointedRun, meta: Mapping[str, Any], want: _Wanted) -> No
         }
         run.optimizer.load_state_dict(saved)
     run.sharding.refresh()
+    if "weights" in parts:
+        set_extra_states(run.module, meta.get("extra") or {})
     if "scheduler" in parts and run.lr_scheduler is not None and meta["scheduler"] is not None:
         run.lr_scheduler.load_state_dict(meta["scheduler"])
     if "data" in parts and hasattr(run.training_dataloader, "load_state_dict") and meta["data"] is not None:
@@ -366,11 +372,12 @@ def _newest(root: str, *, missing: bool = False) -> str | None:
 
 def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
     """Return persistent buffers by name; their shards are views, or copies of non-contiguous buffers."""
-    persistent = set(module.state_dict(keep_vars=True)) if _has_buffers(module) else set()
+    # Not by a state dict: a program's own may have other names.
+    unsaved = {(id(inner), name) for inner in module.modules() for name in inner._non_persistent_buffers_set}
     return [
         (n, _whole(f"buffer/{logical_of(n, buffer).name}", buffer))
         for n, buffer in module.named_buffers()
-        if n in persistent
+        if (id(module.get_submodule(n.rpartition(".")[0])), n.rpartition(".")[2]) not in unsaved
     ]
 
 
@@ -393,10 +400,6 @@ def _set_buffers(module: nn.Module, loaded: Iterable[tuple[str, LocalShard]]) ->
         old = buffers[leaf]
         if old is not None and not old.is_contiguous():
             buffers[leaf] = shard.data.view(old.shape)
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    return next(module.buffers(), None) is not None
 
 
 def _optim_shards(run: CheckpointedRun) -> list[LocalShard]:

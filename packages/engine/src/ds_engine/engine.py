@@ -162,7 +162,7 @@ class Engine(nn.Module):
         """End a microbatch; at the last one of the program, update the parameters and advance the learning rate.
 
         Args:
-            lr_kwargs: Passed to the scheduler's `step`.
+            lr_kwargs: Passed to the scheduler's `step`; one that wants a number and is given nothing gets the batch size.
         Collective at the last microbatch.
         Raises:
             PlanError: no backward began since the last call ("engine-no-backward").
@@ -684,7 +684,7 @@ class Engine(nn.Module):
         totals, skipped = _totals_after(optimizer, totals), report is not None and report.skipped
         tokens = 0 if totals is None else int(totals.count or 0)
         counters.add(samples=samples, tokens=tokens, skipped=skipped)
-        advance(self.lr_scheduler, lr_kwargs, applied=not skipped)
+        advance(self.lr_scheduler, lr_kwargs, applied=not skipped, samples=samples)
         for follower in () if skipped else self._followers:
             follower.step()
         self._compilation.stepped()

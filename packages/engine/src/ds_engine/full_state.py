@@ -33,9 +33,8 @@ def full_state(
         lead: Whether this rank gets the state dict.
         dtype: Dtype of floating-point values; None keeps the compute dtype.
         exclude_frozen: Leave out parameters that need no gradient.
-    Names and order are the module's own; tied tensors are one tensor. Tensor-parallel shards are joined, under the name
-    of the whole
-    tensor. Cost: one all-gather of the parameters, unit by unit, and two for sharded tensors.
+    Names, order and nesting are those of the module's `state_dict`; tied tensors are one tensor, what is no tensor (`get_extra_state`) is
+    given as it is. Tensor-parallel shards are joined, under the name of the whole tensor. Cost: one all-gather of the parameters, unit by unit, and two for sharded tensors.
     """
     copies: dict[int, Tensor] = {}
     keeps = lead or sharding.group.rank == 0
@@ -48,14 +47,24 @@ def full_state(
     names = _join(module, sharding, copies)
     if not lead:
         return {}
-    state: dict[str, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and exclude_frozen and not value.requires_grad:
-            continue
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Mapping):  # of a module whose `state_dict` gives one by part, as Megatron's do
+            return {
+                names.get(name, name): whole(v) for name, v in value.items() if not (exclude_frozen and _is_frozen(v))
+            }
+        if not isinstance(value, Tensor):
+            return value
         if id(value) not in copies:
             copies[id(value)] = _copy(value, dtype)
-        state[names.get(name, name)] = copies[id(value)]
+        return copies[id(value)]
+
+    state: dict[str, Tensor] = whole(module.state_dict(keep_vars=True))
     return state
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:

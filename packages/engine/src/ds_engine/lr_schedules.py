@@ -10,9 +10,10 @@ staircase never misses a stair by rounding, and an unknown `warmup_type` is an e
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -341,11 +342,25 @@ def set_momentum(groups: Iterable[MutableMapping[str, Any]], momentum: Any) -> N
             group[key] = tuple(momentum) if key == "betas" else momentum
 
 
-def advance(scheduler: Any, arguments: Mapping[str, Any], *, applied: bool) -> None:
-    """Move a schedule on after a step; where rates follow the size of batches, also after one that was left out."""
+def advance(scheduler: Any, arguments: Mapping[str, Any], *, applied: bool, samples: int) -> None:
+    """Move a schedule on after a step; where rates follow the size of batches, also after one that was left out.
+
+    Args:
+        samples: The batch of the step, for a scheduler whose `step` wants a number where there are no arguments, as Megatron's does.
+    """
     if scheduler is None:
         return
     if applied:
-        scheduler.step(**arguments)
+        scheduler.step(*([samples] if not arguments and _wants_number(scheduler.step) else ()), **arguments)
     elif isinstance(scheduler, VariableBatchSizeLR):
         scheduler.skip()
+
+
+def _wants_number(step: Callable[..., Any]) -> bool:
+    # Not of a metric, as torch's ReduceLROnPlateau wants it, which the size of a batch is not.
+    needed = [
+        row.name
+        for row in inspect.signature(step).parameters.values()
+        if row.kind is row.POSITIONAL_OR_KEYWORD and row.default is row.empty
+    ]
+    return len(needed) == 1 and needed != ["metrics"]

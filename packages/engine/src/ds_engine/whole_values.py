@@ -76,7 +76,7 @@ class KnownState:
 
     def remember(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Refer to the tensors of `state`, which is that of `module` now; they are not kept alive."""
-        self._values = {name: weakref.ref(value) for name, value in state.items()}
+        self._values = {name: weakref.ref(value) for name, value in state.items() if isinstance(value, Tensor)}
         self._versions = _versions(module)
 
     def of(self, module: nn.Module, part: nn.Module) -> dict[str, Tensor] | None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from ds_ckpt.client_state import format_of
 from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
+from ds_ckpt.convert.module_states import split_state
 from ds_ckpt.convert.part_joins import PartJoins
 from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.rank_files import TIED, RankFiles
@@ -83,6 +84,7 @@ class _Found:
     scale: Json = None
     clip: float | None = None
     left_out: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @foreign_reader
@@ -204,18 +206,16 @@ def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     """Buffers, frozen parameters, tied names; parameters too, until the optimizer's master copy replaces them."""
     first = states[0]
     buffers = set(first.get("buffer_names") or ())
-    shared = dict(first.get("shared_params") or _same_memory(first.get("module") or {}, buffers))
+    module, extra = split_state(first.get("module"))
+    collected.extra |= extra
+    shared = dict(first.get("shared_params") or _same_memory(module, buffers))
     known = {
         *(first.get("frozen_param_shapes") or ()),
         *(n for group in first.get("param_shapes") or () for n in group),
     }
-    for name, tensor in (first.get("module") or {}).items():
+    for name, tensor in module.items():
         # At stage 3 an empty tensor keeps the place of one that is elsewhere.
-        if (
-            isinstance(tensor, Tensor)
-            and name not in shared
-            and (tensor.numel() or name in buffers or name not in known)
-        ):
+        if name not in shared and (tensor.numel() or name in buffers or name not in known):
             key = f"buffer/{name}" if name in buffers else f"param/{name}"
             collected.entries[key] = TensorEntry(
                 tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor)
@@ -230,12 +230,12 @@ def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     collected.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
 
 
-def _same_memory(module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]:
+def _same_memory(module: Mapping[str, Tensor], buffers: set[str]) -> dict[str, str]:
     """Map further names of tied parameters to the first: files of stage 0 list every name, with one memory."""
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
     for name, tensor in module.items():
-        if isinstance(tensor, Tensor) and tensor.numel() and name not in buffers:
+        if tensor.numel() and name not in buffers:
             owner = first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
             if owner != name:
                 shared[name] = owner
@@ -250,9 +250,11 @@ def _layers_and_experts(
     known = {name for state in states for group in state.get("param_shapes") or [] for name in group}
     tied = {name.removeprefix(TIED).partition(".")[2] for name in known if name.startswith(TIED)}
     for layer, file in parts:
-        for name, tensor in load_pt(file).items():
+        tensors, extra = split_state(load_pt(file))
+        collected.extra |= {layer + name if name else layer.removesuffix("."): value for name, value in extra.items()}
+        for name, tensor in tensors.items():
             whole = layer + name
-            if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
+            if not (layer and name in tied and whole not in known | buffers):
                 key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
                 collected.entries[key] = TensorEntry(
                     tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor)
@@ -529,8 +531,9 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             return None
 
     client = client_json({k: v for k, v in state.items() if k not in _INTERNAL}, left_out)
+    extra = client_json(collected.extra, left_out)
     meta = {
-        "format": format_of(client),
+        "format": format_of({"client": client, "extra": extra}),
         "world": int(state.get("dp_world_size") or 1) * int(state.get("mp_world_size") or 1),
         "counters": {
             "steps": int(state.get("global_steps") or 0),
@@ -543,6 +546,7 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             **(plain(state.get("ds_config") or {}, "config") or {}),
         },
         "client": client,
+        "extra": extra,
         "optimizer": _optimizer_meta(collected, plain),
         "scheduler": plain(state.get("lr_scheduler"), "scheduler"),
         "data": None,

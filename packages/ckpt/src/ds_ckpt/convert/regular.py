@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
+from ds_ckpt.convert.module_states import extra_entries
 from ds_ckpt.convert.pickled import FragmentAddress, LossScaler, clip_of, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.regular_plan import (
     EXPERT,
@@ -248,16 +249,17 @@ class _RankFileWriter:
             **client_entries(self.meta.get("client")),
         }
 
-    def _module(self, partitioned: bool) -> dict[str, Tensor]:
+    def _module(self, partitioned: bool) -> dict[str, Any]:
         # Tied names hold the same object, which is stored once.
-        out: dict[str, Tensor] = {}
+        out: dict[str, Any] = {}
         for key in self.source.entries:
             kind, _, name = key.partition("/")
             if kind not in ("param", "buffer") or name not in self.names or EXPERT.fullmatch(name):
                 continue
             empty = partitioned and kind == "param"
             out[name] = torch.empty(0, dtype=torch_dtype(self.layout.dtype)) if empty else self._half(key)
-        return {**out, **{alias: out[target] for alias, target in self._shared().items() if target in out}}
+        shared = {alias: out[target] for alias, target in self._shared().items() if target in out}
+        return {**out, **shared, **extra_entries(self.meta.get("extra"))}
 
     def _half(self, key: str) -> Tensor:
         """Read a tensor for the model files: a trained parameter in the model's dtype, any other tensor unchanged."""
@@ -284,13 +286,17 @@ class _RankFileWriter:
     def _layers(self) -> None:
         if not self.layout.pipeline:
             return
-        layers: dict[int, dict[str, Tensor]] = {number: {} for number in self.layers}  # DeepSpeed needs empty ones, too
+        layers: dict[int, dict[str, Any]] = {number: {} for number in self.layers}  # DeepSpeed needs empty ones, too
         for key in self.source.entries:
             kind, _, name = key.partition("/")
             if kind in ("param", "buffer") and name in self.names:
                 numbers, leaf = _place(name, self.layout)
                 for number in set(numbers) & layers.keys():
                     layers[number][leaf] = self._half(key)
+        for name, value in extra_entries(self.meta.get("extra")).items():
+            numbers, leaf = _place(name, self.layout)
+            for number in set(numbers) & layers.keys():
+                layers[number][leaf] = value
         for number, state in layers.items():
             save_pt(state, self.folder / f"layer_{number:02d}-model_states.pt")
 

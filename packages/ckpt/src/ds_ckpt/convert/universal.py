@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.convert.client_entries import client_entries
+from ds_ckpt.convert.module_states import extra_entries
 from ds_ckpt.convert.pickled import SubparamShape, clip_of, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
@@ -138,7 +139,7 @@ def _model_file(source: TensorSource, trained: Mapping[str, Sequence[str]]) -> d
     prefix = "param/"
     shared = {a.removeprefix(prefix): t.removeprefix(prefix) for a, t in source.aliases.items() if a.startswith(prefix)}
     return {
-        "module": module,
+        "module": {**module, **extra_entries(meta.get("extra"))},
         "buffer_names": buffers,
         "param_shapes": [shapes],
         "shared_params": shared,

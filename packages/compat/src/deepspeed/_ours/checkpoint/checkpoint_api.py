@@ -106,7 +106,7 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
 
 def leave_model(name: str, module: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write a model's file of upstream's: `module` and the facts, without those that pickle cannot write."""
-    weights = {key: value.detach().clone() for key, value in module.items()}
+    weights = clone_tensors_for_torch_save(dict(module))  # of Megatron-DeepSpeed's models a dict of dicts
     try:
         _save({"module": weights, **facts}, name)
     except OSError:

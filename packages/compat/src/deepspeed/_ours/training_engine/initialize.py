@@ -332,7 +332,9 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequ
         return
     set_autotp_mode(training=True)
     dress(model)
-    model.__dict__["universal_checkpoint_info"] = collect_autotp_universal_checkpoint_info(model)
+    # Models of Megatron-DeepSpeed have a method of this name, which says it of the layers that the program has cut.
+    if not hasattr(model, "universal_checkpoint_info"):
+        model.__dict__["universal_checkpoint_info"] = collect_autotp_universal_checkpoint_info(model)
     ours = engine.mesh["tensor"].ranks
     if request is not None and request.group is not None and as_group(request.group).ranks != ours:
         raise _conflict(
