@@ -93,7 +93,7 @@ def model_of(one: Combination) -> nn.Module:
     torch.manual_seed(3)
     if one.experts > 1:
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=one.pipe == 1))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
 
 
 def steps_of_data() -> Iterator[dict[str, Tensor]]:

@@ -133,7 +133,10 @@ class _DecoderPart(nn.Module):
             elif name == "drop":
                 decoder._modules[name] = module if first else nn.Identity()
         self.decoder: nn.Module = decoder
-        self.head: nn.Module | None = model.get_output_embeddings() if last else None
+        head = model.get_output_embeddings() if last else None
+        # Under its own name, by which rules of tensor parallelism and the user's know it.
+        self.head_name = next((name for name, module in model.named_children() if module is head), "head")
+        self.add_module(self.head_name, head)
 
     def forward(self, value: Mapping[str, Any]) -> Any:
         if self.again and self.backwards is not None and torch.is_grad_enabled():
@@ -144,7 +147,7 @@ class _DecoderPart(nn.Module):
         carried = {name: value.get(name) for name in _CARRIED}
         source = {"input_ids": value["input_ids"]} if self.first else {"inputs_embeds": value["hidden"]}
         hidden = self.decoder(**source, **carried, use_cache=False).last_hidden_state
-        return self.head(hidden) if self.head is not None else {"hidden": hidden, **carried}
+        return getattr(self, self.head_name)(hidden) if self.last else {"hidden": hidden, **carried}
 
 
 class _Nothing(nn.Module):

@@ -59,6 +59,10 @@ class _Place:
     def name(self) -> str:
         return self.unit.spec.params[self.member].name
 
+    @property
+    def shared_name(self) -> str:
+        return self.unit.spec.params[self.member].shared_name
+
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return (start in the parameter, start in the shard, elements) of the ranges that this rank owns."""
         owned = self.unit.owned
@@ -179,7 +183,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
             for place in places:
                 group = place.unit.groups.reduction_group.group
                 comm.broadcast(
-                    place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.name
+                    place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.shared_name
                 )
         changed = _quiet(changed, modifier_rank is not None or write, places)
         _keep([p for p in changed if p not in lost])
@@ -310,7 +314,7 @@ def _get_full(param: Tensor, source: _Source, dtype: torch.dtype | None = None) 
     with torch.no_grad():
         for start, data in ranges or ():
             full[start : start + data.numel()].copy_(data)
-        comm.all_reduce(full, group=group, unit=place.name)
+        comm.all_reduce(full, group=group, unit=place.shared_name)
     return full[:-1].view(slot.shape) if full[-1] else None
 
 

@@ -183,5 +183,5 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
 
 def _content(spec: UnitSpec, logical: Mapping[str, Logical]) -> tuple[Any, ...]:
     # A tied weight has other names, and other modules, on other stages; its logical name is the same.
-    params = [(replace(p, name="", module=""), logical[p.name]) for p in spec.params]
+    params = [(replace(p, name="", module="", logical=""), logical[p.name]) for p in spec.params]
     return (spec.family, spec.strategy, "" if spec.family != DENSE else spec.module, params)

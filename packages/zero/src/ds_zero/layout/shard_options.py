@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ds_comm import Group, Work
 from ds_comm.codecs.compressed import ErrorFeedback, Quantized
 from ds_comm.codecs.hierarchy import Hierarchy
+from ds_comm.reduction_group import param_sharding
 from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
@@ -405,5 +406,6 @@ def describe(
             traits = habits if isinstance(habits, OptimizerTraits) else habits[group]
         rule = precision.rule_of(name) if precision is not None else None
         shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
-        params.append(ParamInfo(name, shape, dtype, owner, group, family, traits.layout, rule, traits.states))
+        logical = param_sharding(param).name or ""
+        params.append(ParamInfo(name, shape, dtype, owner, group, family, traits.layout, rule, traits.states, logical))
     return params, modules

@@ -112,6 +112,7 @@ class ParamInfo:
         layout: How its unit is laid out.
         rule: Number of the precision rule that applies to it; None for the general one.
         states: Tensors per element that its optimizer keeps.
+        logical: Name of the tensor of a checkpoint that it is, or a part of; "": its own.
     """
 
     name: str
@@ -123,6 +124,12 @@ class ParamInfo:
     layout: Kind = "flat"
     rule: int | None = None
     states: int = 2
+    logical: str = ""
+
+    @property
+    def shared_name(self) -> str:
+        """Return the name that all ranks of its family know it by: a tied weight has other names on other stages."""
+        return self.logical or self.name
 
     @property
     def numel(self) -> int:
@@ -160,7 +167,7 @@ class UnitSizePolicy:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit: its parameters in registration order, and what is kept of them."""
+    """One unit: its parameters in registration order, and what is kept of them. Its name is the same on all ranks that have it."""
 
     name: str
     module: str
@@ -216,7 +223,7 @@ def _key(param: ParamInfo) -> tuple[object, ...]:
 
 def _runs(params: Sequence[ParamInfo], residency: ShardingStrategy, limit: int) -> list[UnitSpec]:
     cut = [part for run in _by_key(params) for part in _cut(run, limit)]
-    return [UnitSpec(part[0].name, "", tuple(part), residency) for part in cut]
+    return [UnitSpec(part[0].shared_name, "", tuple(part), residency) for part in cut]
 
 
 def _persistent(params: Sequence[ParamInfo], policy: UnitSizePolicy) -> set[str]:
@@ -250,7 +257,7 @@ def _subtrees(
     for module, members in groups:
         most = math.inf if module in leaves else limit
         for run in _by_key(sorted(members, key=lambda p: rank_of[p.name])):
-            units.extend(UnitSpec(part[0].name, module, tuple(part), residency) for part in _cut(run, most))
+            units.extend(UnitSpec(part[0].shared_name, module, tuple(part), residency) for part in _cut(run, most))
     return units
 
 

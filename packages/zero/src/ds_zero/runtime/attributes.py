@@ -118,7 +118,7 @@ class _ParamShard(_Shard):
         return self._sum(full)
 
     def _sum(self, full: Tensor) -> Tensor:
-        comm.all_reduce(full, group=self.unit.groups.shard_group, unit=self.of)
+        comm.all_reduce(full, group=self.unit.groups.shard_group, unit=self.unit.spec.name)
         return full
 
 

@@ -217,15 +217,17 @@ class OptimizerState:
         """Give parameters out of `trained` the state they had under another plan. Collective."""
         known: set[str] = set()  # of which some rank has state
         for family in self.sharding.families.values():
-            local_names = {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
-            gathered = comm.all_gather_json(sorted(local_names.intersection(fragments)), family.group, unit="replan")
+            infos = [p for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params]
+            with_state = sorted({p.shared_name for p in infos if p.name in fragments})
+            gathered = comm.all_gather_json(with_state, family.group, unit="replan")
             known |= {name for names in gathered for name in names}
         for unit in self.sharding.units:
-            members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known.intersection(trained)}
+            members = {i: p for i, p in enumerate(unit.spec.params) if p.name in trained and p.shared_name in known}
             if 0 < len(members) < len(unit.params):
                 self.split(unit)
-            for member, name in members.items():
-                self._fill(unit, member, _assemble(fragments.get(name, []), name, unit.groups.reduction_group.group))
+            for member, info in members.items():
+                found, group = fragments.get(info.name, []), unit.groups.reduction_group.group
+                self._fill(unit, member, _assemble(found, info.shared_name, group))
 
     def _fill(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
         info = unit.spec.params[member]
