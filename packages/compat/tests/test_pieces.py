@@ -695,6 +695,11 @@ def test_metadata_of_experts_is_checked():
         deepspeed.DeepSpeedEngine.load_moe_state_dict("/none", "tag", {}, autoep_layers="all")
     with pytest.raises(RuntimeError, match="missing fields"):
         deepspeed.DeepSpeedEngine.load_moe_state_dict("/none", "tag", {}, autoep_layers=[{"moe_layer_id": 0}])
+    deepspeed.DeepSpeedEngine.load_moe_state_dict("/none", "tag", {}, model=torch.nn.Linear(1, 1))  # without experts
+    mpu = SimpleNamespace(get_model_parallel_rank=lambda: 3)
+    name_of = deepspeed.DeepSpeedEngine._get_expert_ckpt_name
+    assert name_of("d", 1, 2, "tag", mpu) == "d/tag/layer_1_expert_2_mp_rank_03_model_states.pt"
+    assert name_of("d", -1, 2, "tag", mpu, checkpoint_mp_rank=0) == "d/tag/expert_2_mp_rank_00_model_states.pt"
 
 
 def test_accelerators_by_device():

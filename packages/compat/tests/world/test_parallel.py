@@ -180,6 +180,35 @@ def test_tp_model_init_and_whole_parameters() -> None:
 
 
 @world(2)
+def test_every_model_parallel_rank_has_a_file_that_tells_the_shapes_of_its_parts(tmp_path: Any) -> None:
+    from deepspeed.checkpoint import DeepSpeedCheckpoint
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    specs = [
+        {"patterns": ["0.weight"], "partition_type": "column"},
+        {"patterns": ["2.weight"], "partition_type": "row"},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.save_checkpoint(str(tmp_path), "t")
+    for rank in range(2):
+        states = torch.load(tmp_path / "t" / f"mp_rank_{rank:02d}_model_states.pt", weights_only=True)
+        (shapes,) = states["param_shapes"]
+        assert shapes == {"0.weight": (3, 4), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}
+        assert bool(states["module"]) == (rank == 0)
+    degrees = DeepSpeedCheckpoint(str(tmp_path / "t")).original
+    assert (degrees.tp_degree, degrees.pp_degree) == (2, 1)
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
+    engine.close()
+    set_place("")
+
+
+@world(2)
 def test_tensor_parallel_ranks_with_different_batches() -> None:
     config = CONFIG | {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
     engine, *_ = deepspeed.initialize(model=Model(), config=config)

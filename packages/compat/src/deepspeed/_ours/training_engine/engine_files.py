@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.base.runtime_utils import bwc_tensor_model_parallel_rank
 from deepspeed._ours.base.version import version
 from deepspeed._ours.checkpoint.checkpoint_api import (
     get_fp32_state_dict_from_zero_checkpoint,
@@ -27,6 +28,7 @@ from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_comm import all_gather_object
 from ds_engine import Engine
 from ds_engine.deepspeed_checkpoints import translated
+from ds_moe.utils import has_moe_layers
 from ds_zero import GatheredParameters
 
 _log = logging.getLogger("DeepSpeed")
@@ -57,12 +59,15 @@ class SavesAndLoads(Engine):
             self.checkpointer.wait()
         whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters) if self._one_file() else {}
         sharded, root = self.plan.config.zero_optimization.stage > 0, os.fspath(save_dir)
+        first, *others = self._shapes_by_rank() if self._one_file() else [{}]
 
         def leave() -> None:
             leave_signs(root, name, latest=save_latest, sharded=sharded)
             if self.plan.config.checkpoint.layout == "ds":
-                optim = self._get_optimizer_ckpt_name(root, name, 0)
-                leave_files(f"{root}/{name}", whole, self._facts(client_state or {}), optim)
+                optim, facts = self._get_optimizer_ckpt_name(root, name, 0), self._facts(client_state or {})
+                leave_files(f"{root}/{name}", whole, {**facts, **first}, optim)
+                for rank, shapes in enumerate(others, 1):
+                    leave_model(get_model_ckpt_name_for_rank(f"{root}/{name}", f"{rank:02d}"), {}, {**facts, **shapes})
 
         Coordinator(world).first(leave, patience_s=TRANSFER_S)
         return True
@@ -84,6 +89,15 @@ class SavesAndLoads(Engine):
         # Where every rank has the whole model, which upstream then stores in one file.
         return not self.plan.residency.shard_params and self.plan.config.checkpoint.layout == "ds"
 
+    def _shapes_by_rank(self) -> list[dict[str, Any]]:
+        """Collect what the file of each model-parallel rank says of its parameters. Collective."""
+        ranks = self.mesh["model"]
+        own = {name: param.shape for name, param in self.module.named_parameters() if param.requires_grad}
+        every = ranks.size * [own]
+        all_gather_object(every, own, group=ranks)
+        degrees = {"pp_degree": self.mesh["pipe"].size, "tp_degree": self.mesh["tensor"].size}
+        return [{"param_shapes": [shapes], "checkpoint_parallel_dimensions": degrees} for shapes in every]
+
     def _facts(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the values that upstream stores beside the weights.
 
@@ -102,6 +116,16 @@ class SavesAndLoads(Engine):
         }
 
     @staticmethod
+    def _get_expert_ckpt_name(
+        checkpoints_path: str, layer_id: int, expert_id: int, tag: str, mpu: Any = None, checkpoint_mp_rank: int | None = None,
+    ) -> str:  # fmt: skip
+        """Return the path of upstream's file of an expert; a negative `layer_id` stands for the layout without layers."""
+        rank = bwc_tensor_model_parallel_rank(mpu) if checkpoint_mp_rank is None else checkpoint_mp_rank
+        layer = "" if layer_id < 0 else f"layer_{layer_id}_"
+        name = f"{layer}expert_{expert_id}_mp_rank_{rank:02d}_model_states.pt"
+        return os.path.join(checkpoints_path, str(tag or ""), name)
+
+    @staticmethod
     def load_moe_state_dict(
         checkpoint_path: str, tag: str, state_dict: dict[str, Any], old_moe_load: bool = False, model: Any = None,
         autoep_layers: Any = None, **options: Any,
@@ -113,6 +137,8 @@ class SavesAndLoads(Engine):
             UnsupportedError: files of experts are to be read by themselves ("compat-argument").
         """
         check_layers(autoep_layers or [])
+        if model is not None and not has_moe_layers(model)[0]:
+            return  # there is nothing to read
         raise refused("load-experts", checkpoint_path, tag)
 
     def _get_ckpt_name(
