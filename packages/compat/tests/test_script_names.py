@@ -455,7 +455,7 @@ def test_neighbours_keep_what_was_gathered() -> None:
     engine.destroy()
     assert groups._get_zero_param_intra_parallel_group() is None
     groups._init_tp_mesh_device(2)
-    assert groups.expert_tensor_parallel_world_size == deepspeed.utils.expert_tensor_parallel_world_size == 2
+    assert groups.expert_tensor_parallel_world_size == deepspeed.utils.expert_tensor_parallel_world_size == 1
     groups._create_expert_data_and_model_parallel(2, None)
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [0, 1]
     apart = SimpleNamespace(get_model_parallel_world_size=lambda: 2)

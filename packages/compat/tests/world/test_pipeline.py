@@ -56,6 +56,11 @@ def test_train_and_evaluate():
         activation_checkpoint_interval=1,
         activation_checkpoint_func=deepspeed.checkpointing.checkpoint,
     )
+    has = [isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in net.forward_funcs]
+    assert net.is_checkpointable_results == has
+    net.set_checkpoint_interval(0)
+    assert net.is_checkpointable_results == []
+    net.set_checkpoint_interval(1)
     engine, optimizer, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
     assert isinstance(engine, PipelineEngine)
     assert engine.gradient_accumulation_steps() == engine._config.gradient_accumulation_steps == 8

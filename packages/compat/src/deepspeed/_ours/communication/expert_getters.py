@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.runtime_utils import bwc_tensor_model_parallel_world_size
-from deepspeed._ours.communication.group_getters import _get_sequence_data_parallel_group
+from deepspeed._ours.communication.group_getters import _get_sequence_data_parallel_group, get_model_parallel_world_size
 from ds_comm import Group, as_group, world_group
 from ds_engine import Engine
-from ds_moe import ExpertGroups, make_places
+from ds_moe import ExpertGroups, MOELayer, make_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +150,20 @@ def _get_max_expert_parallel_group() -> Any:
 def _get_broadcast_src_rank() -> int:
     """Return the world rank of the first of those that train on different samples."""
     return as_group(_get_sequence_data_parallel_group()).ranks[0]
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Return over how many ranks experts are cut: the tensor-parallel ones, where a layer says that its experts are."""
+    modules = (module for known in _engines if (engine := known()) is not None for module in engine.module.modules())
+    cut = any(isinstance(module, MOELayer) and not module.how.split for module in modules)
+    ranks: int = get_model_parallel_world_size() if cut else 1
+    return ranks
+
+
+LIVE = frozenset({"expert_tensor_parallel_world_size"})  # a variable of upstream's, which changes with the engines
+
+
+def __getattr__(name: str) -> int:
+    if name not in LIVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _get_expert_model_parallel_world_size()

@@ -118,21 +118,6 @@ _get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_paralle
 )
 
 
-def _get_expert_model_parallel_world_size() -> int:
-    """Return over how many ranks the experts' layers are cut: as the other layers."""
-    ranks: int = get_model_parallel_world_size()
-    return ranks
-
-
-LIVE = frozenset({"expert_tensor_parallel_world_size"})  # a variable of upstream's, which changes with the groups
-
-
-def __getattr__(name: str) -> int:
-    if name not in LIVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _get_expert_model_parallel_world_size()
-
-
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the world rank of the first tensor-parallel rank, whose batch the other ranks of its group should have."""
     return _cut[0]["tensor"].ranks[0] if _cut else world_group().rank

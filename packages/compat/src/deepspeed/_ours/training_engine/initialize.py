@@ -99,6 +99,9 @@ def initialize(
         shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
     )
     plan = make_plan(resolved, shapes, world_group().size)
+    scale = plan.precision.scale
+    if resolved.zero_optimization.stage == 0 and scale is not None:  # where upstream's falls at every overflow
+        plan = replace(plan, precision=replace(plan.precision, scale=replace(scale, hysteresis=1)))
     if counted is not None and world_group().rank == 0:
         logger.warning(
             "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
@@ -137,7 +140,7 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
 
     Other models keep their buffers' format, as upstream's: tables of rotations and counters lose much in 16 bits. Running statistics have
     the format of their weights, without which such a model does not run. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
-    section to the model's author. At stage 0 the loss scale has no hysteresis.
+    section to the model's author.
     """
     compute_dtype = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
     of_transformers = any(type(module).__module__.startswith("transformers.") for module in model.modules())
@@ -146,8 +149,6 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
         config = config.model_copy(
             update={"data_types": config.data_types.model_copy(update={"buffer_dtype": compute_dtype})}
         )
-    if config.zero_optimization.stage == 0 and config.fp16.enabled:  # where upstream's scale falls at every overflow
-        config = config.model_copy(update={"fp16": config.fp16.model_copy(update={"hysteresis": 1})})
     if config.sparse_attention is not None and not of_transformers:
         logger.warning(
             "sparse_attention does nothing here and was left out: the attention of %s is its own", type(model).__name__

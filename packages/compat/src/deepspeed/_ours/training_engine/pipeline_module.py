@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import ds_pipe
-from deepspeed._ours.base.forwarding import reads, tells
+from deepspeed._ours.base.forwarding import answers, reads, tells
 from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.base.runtime_utils import prime_factors
 from ds_comm import as_group, world_group
@@ -97,6 +97,17 @@ class PipelineModule(ds_pipe.PipelineModule):
     _num_layers = property(lambda self: len(self.specs), doc="The number of layers of the whole model.")
     _local_start = property(lambda self: self.parts[self.stage_id], doc="This rank's first layer.")
     _local_stop = property(lambda self: self.parts[self.stage_id + 1], doc="The layer after this rank's last.")
+
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """Which blocks of `activation_checkpoint_interval` of this rank's layers are computed again; [] without an interval."""
+        every, stop = self.activation_checkpoint_interval, self._local_stop
+        starts = range(self._local_start, stop, every) if every else ()
+        return [self.is_checkpointable(start, min(start + every, stop)) for start in starts]
+
+    _precompute_checkpointable_values = answers(
+        None, "Do nothing: `is_checkpointable_results` is told when it is asked for."
+    )
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
