@@ -287,3 +287,20 @@ def test_gradients_of_each_group_and_the_tensors_of_parameters(device):
     assert found == ({0: [6], 1: [2]} if device == "none" else {})
     assert hasattr(optimizer, "accumulated_grads_in_cpu") is (device == "cpu")
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_not_trained_has_no_fp32_copy(stage):
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+    from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param
+
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    for read in (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_full_grad):
+        assert read(model.weight) is not None
+        assert read(model.bias) is None
+    engine.destroy()

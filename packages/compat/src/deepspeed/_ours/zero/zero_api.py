@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 import ds_zero
@@ -55,6 +55,20 @@ def GatheredParameters(  # noqa: N802  upstream's name
         if error.code != "sharded-write" or _checked(params):
             raise
         _log.warning("%s", error)
+
+
+def _of_trained(read: Callable[[Parameter], Tensor | None]) -> Callable[[Parameter], Tensor | None]:
+    """Return `read`, with None for a parameter that is not trained: upstream has no fp32 copy of it."""
+
+    @wraps(read)
+    def of_trained(param: Parameter) -> Tensor | None:
+        return read(param) if param.requires_grad else None
+
+    return of_trained
+
+
+safe_get_full_fp32_param = _of_trained(ds_zero.safe_get_full_fp32_param)
+safe_get_local_fp32_param = _of_trained(ds_zero.safe_get_local_fp32_param)
 
 
 def _checked(params: Iterable[Parameter] | Parameter | nn.Module) -> bool:
