@@ -1,9 +1,13 @@
 """Client states in DeepSpeed's folders keep their types, in what DeepSpeed wrote and in what is written for it."""
 
+import argparse
 import dataclasses
+import enum
+import sys
 from collections import Counter, OrderedDict
 from datetime import date
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +58,36 @@ def test_what_deepspeed_wrote_keeps_its_types(tmp_path):
     _same(client, PLAIN)
     write_checkpoint(source, tmp_path / "ours")
     _same({k: v for k, v in _client(open_checkpoint(tmp_path / "ours")).items() if k != "step"}, PLAIN)
+
+
+class Kind(enum.Enum):
+    ENCODER = 1
+
+
+class Gone:
+    """A class that nobody has when the file is read."""
+
+
+def test_objects_of_a_program_are_data_or_left_out(tmp_path, monkeypatch):
+    """As Megatron-DeepSpeed saves its arguments and random states, which need its code for a plain unpickler."""
+    monkeypatch.setattr(Gone, "__module__", __name__)
+    args = argparse.Namespace(layers=2, kind=Kind.ENCODER, gone=Gone(), inner={"also": [Gone()], "kept": 1})
+    state = {
+        "module": {"w": torch.ones(2)}, "args": args, "numbers": np.arange(6, dtype=np.uint32).reshape(2, 3, order="F"),
+        "loss": np.float64(0.5), "lr_scheduler": {"rate": np.float32(0.25)}, "gone": Gone(),
+    }  # fmt: skip
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    monkeypatch.delattr(sys.modules[__name__], "Gone")
+    source = open_deepspeed(tmp_path, allow_pickle=True)
+    client = _client(source)
+    assert vars(client["args"]) == {"layers": 2, "kind": Kind.ENCODER, "inner": {"kept": 1}}
+    assert np.array_equal(client["numbers"], state["numbers"])
+    assert client["numbers"].dtype == np.uint32
+    assert client["loss"] == 0.5
+    assert source.meta["scheduler"] == {"rate": 0.25}
+    assert [line.partition(":")[0] for line in source.meta["left_out"]] == [
+        "client.args.gone", "client.args.inner.also", "client.gone"
+    ]  # fmt: skip
 
 
 def test_plain_states_need_no_newer_reader(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.client_state import decode, encode, has_tags
+from ds_ckpt.convert.pickled_objects import without_objects
 from ds_ckpt.jsontext import Json, to_json
 from ds_ckpt.tagged_values import KIND
 from ds_config.errors import DsError
@@ -42,7 +43,7 @@ def client_entries(client: Json) -> dict[str, Any]:
 def client_json(state: Mapping[Any, Any], left_out: list[str]) -> dict[str, Json]:
     """Return the entries of a client state as JSON with tags, and add those that cannot be stored to `left_out`."""
     client: dict[str, Json] = {}
-    for key, value in state.items():
+    for key, value in without_objects(state, "client", left_out).items():
         try:
             client[str(key)] = to_json(value) if has_tags(value) else encode(value, f"client.{key}")
         except DsError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -569,7 +570,7 @@ def _optimizer_meta(collected: _Found, plain: Callable[[Any, str], Json]) -> Jso
 
 
 def _simple(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
+    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
         return value.item()
     if isinstance(value, Mapping):
         return {str(k): _simple(v) for k, v in value.items()}

@@ -1,7 +1,7 @@
 """`.pt` files of others: read with as little trust as the format allows, and written without the code of others.
 
-torch's weights-only unpickler builds tensors, containers, and what is on a list; nothing else is called. The few classes of
-DeepSpeed on the list are replaced by records that only hold their fields, so its code need not be installed and never runs.
+torch's weights-only unpickler builds tensors, containers, and what is on a list; nothing else is called. Classes of programs, and
+DeepSpeed's, are replaced by records that only hold their fields, so their code need not be installed and never runs.
 That is much safer than plain unpickling and still not safe against a hostile file as JSON is: hence `allow_pickle`.
 
 Written files name the few classes that DeepSpeed's loader insists on, by the names it has for them.
@@ -17,25 +17,18 @@ from typing import Any, Final
 
 import torch
 
+from ds_ckpt.convert.pickled_objects import PickledObject, restored, stand_in
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = [
     "DynamicLossScaler",
     "FragmentAddress",
     "LossScaler",
-    "PickledObject",
     "SubparamShape",
     "load_pt",
     "require_pickle",
     "save_pt",
 ]
-
-
-class PickledObject:
-    """A stand-in for a class of another program: its fields, without its code."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
 
 
 class LossScaler:
@@ -108,6 +101,9 @@ _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (
 )
 
 
+_CODE = ("builtins.", "torch.")  # of these only what is on torch's list
+
+
 _WRITTEN: Final[Mapping[type, str]] = {
     LossScaler: "deepspeed.runtime.fp16.loss_scaler LossScaler",
     DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler",
@@ -158,7 +154,14 @@ def load_pt(path: str | os.PathLike[str]) -> Any:
     """
     try:
         with torch.serialization.safe_globals(list(_KNOWN)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            strangers: list[Any] = [
+                (stand_in(name), name)
+                for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+                if not name.startswith(_CODE)
+            ]
+            with torch.serialization.safe_globals(strangers):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return restored(content) if strangers else content
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", code="ckpt-not-found", fix="Complete the checkpoint.") from error
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
