@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ds_pipe._torch import tree_leaves
+from ds_pipe._torch import tree_leaves, tree_map
 
 __all__ = ["Capture", "WeightGradJob", "WeightGradRecorder", "run_jobs", "split_backward"]
 
@@ -77,18 +77,27 @@ class WeightGradRecorder:
         if self._capture is not None:
             self._capture.anchors.append(leaf)
 
-    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._capture is None or not torch.is_grad_enabled():
-            return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+            return output
         params: list[Tensor] = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        tensors = _in_graph(output)
+        if len(tensors) > 1 and params:
+            # One may be computed from another (a router's scores from its logits), whose gradient then has both: from views each has its own.
+            output = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and t.grad_fn is not None else t, output)
+            tensors = _in_graph(output)
         if tensors and params:
             self._capture.calls.append(([get_gradient_edge(t) for t in tensors], params))
+        return output
 
     def close(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+
+def _in_graph(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
 def split_backward(
