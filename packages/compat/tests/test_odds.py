@@ -292,8 +292,8 @@ def test_gradients_of_each_group_and_the_tensors_of_parameters(device):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_not_trained_has_no_fp32_copy(stage):
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-    from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+    from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
@@ -303,4 +303,60 @@ def test_what_is_not_trained_has_no_fp32_copy(stage):
     for read in (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_full_grad):
         assert read(model.weight) is not None
         assert read(model.bias) is None
+    engine.step()
+    for state in (safe_get_full_optimizer_state, safe_get_local_optimizer_state):
+        assert state(model.weight, "exp_avg") is not None
+        assert state(model.bias, "exp_avg") is None
+    engine.destroy()
+
+
+class _WithLogits(nn.Module):
+    """Returns a loss and what it is made of, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        logits = self.head(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("ways", ["pp", "ss", "ep", "pe", "pn", "oo"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_that_the_engine_does_not_start_is_one_microbatch(stage, ways):
+    """p: plain, s: of a scaled loss, e: the engine's, n: the engine's without the division, o: of an output by its gradient."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    config = {
+        "train_batch_size": 6, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    alone = _WithLogits()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.0)
+    engine, *_ = deepspeed.initialize(model=_WithLogits(), config=config)
+    generator = torch.Generator().manual_seed(2)
+    for way in ways * 3:
+        x = torch.randn(3, 4, generator=generator)
+        (alone(x)["loss"] / (1 if way == "n" else 2)).backward()
+        outputs = engine(x)
+        if way == "o":
+            outputs["logits"].backward(2 / 3 * outputs["logits"].detach())
+        elif way == "p":
+            (outputs["loss"] if ways == "pp" else outputs["logits"].square().mean()).backward()
+        elif way == "s":
+            engine.scale(outputs["loss"]).backward()
+        else:
+            engine.backward(outputs["loss"], scale_wrt_gas=way == "e")
+        if engine.is_gradient_accumulation_boundary():
+            for param, other in zip(engine.module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(safe_get_full_grad(param), other.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step()
+    with deepspeed.zero.GatheredParameters(engine.module):
+        for param, other in zip(engine.module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param, other)
     engine.destroy()

@@ -181,10 +181,10 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         finally:
             self._open = None
 
-    # ---- what may be differentiated at stage 0, where no hook sees a plain backward
+    # ---- backwards that the engine does not start
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
+        """Run the model. A plain `backward()` of what comes out is one microbatch; at stage 0 it must go through `scale`, as upstream has it."""
         if self.module.training:
             self.tput_timer.start()
         try:
@@ -193,19 +193,27 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             if error.code != "tensor-inputs":
                 raise
             raise _BatchesDifferError(error) from error
-        if self.optimizer is not None and self.plan.config.zero_optimization.stage == 0 and not transformed():
+        several = len(self._backwards) > 1 or self.plan.config.zero_optimization.stage == 0
+        if self.optimizer is not None and several and not transformed():
             self._scaled = False
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(self._must_be_scaled)
+                    leaf.register_hook(self._backward_from_outside)
         return output
 
-    def _must_be_scaled(self, grad: Tensor) -> None:
-        del grad
-        if (
-            not self._scaled and not DeepSpeedEngine._running_backwards
-        ):  # another engine's loss, through this one's output, is scaled by that
+    def _backward_from_outside(self, grad: Tensor) -> Tensor | None:
+        """Divide the gradients of a plain backward by the microbatches: on the way in, or with all others of the step.
+
+        Outputs may depend on one another, so a division where each of them is entered is right for a mixed step only if they do not.
+        """
+        if DeepSpeedEngine._running_backwards:
+            return None  # another engine's loss, through this one's output, is scaled by that
+        if self.plan.config.zero_optimization.stage == 0 and not self._scaled:
             raise refused("plain-backward")
+        if self._ledger.losses:
+            return grad / len(self._backwards)
+        self._trains("backward").divisor = float(len(self._backwards))
+        return None
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
@@ -217,7 +225,9 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     def _start(self, loss: Any, divide: bool = True) -> Any:
         self._scaled = True
-        return super()._start(loss, divide)
+        part, scaled = super()._start(loss, divide)
+        divisor = self._trains("backward").divisor  # of plain backwards of this step
+        return part, scaled if divisor == 1.0 else scaled * divisor
 
     _backward_epilogue = answers(
         None,
@@ -250,11 +260,11 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale `loss` for a plain `.backward()`: divide by the microbatches, multiply by the loss scale."""
+        """Scale `loss` for a plain `.backward()`: multiply by the loss scale. Its gradients are divided by the microbatches, as those of `backward`."""
         if loss.numel() != 1:
             raise refused("scale-scalar", tuple(loss.shape))
         self._scaled = True
-        return self._trains("scale").scale(loss / self.plan.batch.accumulation)
+        return self._trains("scale").scale(loss)
 
     # ---- checkpoints
 

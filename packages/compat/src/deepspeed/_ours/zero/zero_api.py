@@ -57,18 +57,20 @@ def GatheredParameters(  # noqa: N802  upstream's name
         _log.warning("%s", error)
 
 
-def _of_trained(read: Callable[[Parameter], Tensor | None]) -> Callable[[Parameter], Tensor | None]:
-    """Return `read`, with None for a parameter that is not trained: upstream has no fp32 copy of it."""
+def _of_trained(read: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return `read`, with None for a parameter that is not trained: upstream has no fp32 copy and no state of it."""
 
     @wraps(read)
-    def of_trained(param: Parameter) -> Tensor | None:
-        return read(param) if param.requires_grad else None
+    def of_trained(param: Parameter, *args: Any, **options: Any) -> Tensor | None:
+        return read(param, *args, **options) if param.requires_grad else None
 
     return of_trained
 
 
 safe_get_full_fp32_param = _of_trained(ds_zero.safe_get_full_fp32_param)
+safe_get_full_optimizer_state = _of_trained(ds_zero.safe_get_full_optimizer_state)
 safe_get_local_fp32_param = _of_trained(ds_zero.safe_get_local_fp32_param)
+safe_get_local_optimizer_state = _of_trained(ds_zero.safe_get_local_optimizer_state)
 
 
 def _checked(params: Iterable[Parameter] | Parameter | nn.Module) -> bool:
