@@ -268,8 +268,12 @@ def _sources(run: CheckpointedRun, stored: _Stored) -> dict[str, str]:
     if not isinstance(run.module, PipelineModule):
         return {}
     names = {logical.name for logical in run.sharding.logical.values()}
-    sources = {name: run.module.untied_source(name) for name in names if f"param/{name}" not in stored.shapes}
-    return {name: source for name, source in sources.items() if source and f"param/{source}" in stored.shapes}
+    found = {
+        name: next((s for s in run.module.sources_of(name) if f"param/{s}" in stored.shapes), None)
+        for name in names
+        if f"param/{name}" not in stored.shapes
+    }
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def _under(name: str, sources: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_engine
+from ds_ckpt.convert.pickled import load_pt
 from ds_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_testing import world
 
@@ -122,6 +123,28 @@ def test_a_tied_layer_with_untied_parts_goes_on_on_any_stages(
     trained(engine, 7, 1)  # what it had before is forgotten
     engine.load_checkpoint(tmp_path, tag="three", strict=strict)
     assert trained(engine, 3, 3) == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+@world(2)
+def test_files_without_zero_name_tied_layers_by_their_numbers(tmp_path: Path) -> None:
+    """As DeepSpeed writes them: only the first of the layers that share a key is there."""
+    asked = settings(0, checkpoint={"layout": "ds"})
+    engine = start(tied(2), asked)
+    trained(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="one")
+    expected = trained(engine, 1, 1)
+    engine.close()
+    if dist.get_rank() == 0:
+        for path in (tmp_path / "one").glob("*_optim_states.pt"):
+            path.unlink()
+        for path in (tmp_path / "one").glob("mp_rank_*_model_states.pt"):
+            torch.save({**load_pt(path), "param_shapes": None, "shared_params": None}, path)
+        (tmp_path / "one" / "layer_05-model_states.pt").unlink(missing_ok=True)
+    dist.barrier()
+    engine = start(tied(2), asked)
+    engine.load_checkpoint(tmp_path, tag="one", strict="model", load_optimizer_states=False)
+    assert trained(engine, 1, 1) == pytest.approx(expected, rel=1e-5)
     engine.close()
 
 

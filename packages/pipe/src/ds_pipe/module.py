@@ -283,6 +283,25 @@ class PipelineModule(nn.Module):
         layer = self.specs[int(number)]
         return f"tied_modules.{layer.key}.{path}" if isinstance(layer, TiedLayerSpec) else None
 
+    def sources_of(self, name: str) -> list[str]:
+        """Return the names that a parameter of a tied layer may have instead, where it was cut or saved otherwise.
+
+        The layer's under `tied_modules`, then those of the numbered layers that share it, as DeepSpeed's files without ZeRO have it.
+        """
+        tied = self.untied_source(name) or name
+        prefix, _, path = tied.partition(".")
+        key = (
+            next((k for k in self._tied_keys() if path.startswith(f"{k}.")), None) if prefix == "tied_modules" else None
+        )
+        if key is None:
+            return []
+        leaf = path.removeprefix(f"{key}.")
+        numbers = [n for n, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
+        return [other for other in (tied, *(f"{number}.{leaf}" for number in numbers)) if other != name]
+
+    def _tied_keys(self) -> set[str]:
+        return {spec.key for spec in self.specs if isinstance(spec, TiedLayerSpec)}
+
     def get_additional_losses(self) -> Mapping[str, Any] | None:
         """Return losses to report besides the main loss; subclasses return a dict of tensors."""
         return None
