@@ -34,6 +34,7 @@ __all__ = [
     "named_tag",
     "newest_sound",
     "publish_folder",
+    "tag_folder",
     "usable_tag",
 ]
 
@@ -118,6 +119,22 @@ def usable_tag(root: str | os.PathLike[str]) -> str | None:
             raise
         _log.warning("%s; going on with the newest sound checkpoint, %s", error.message, sound)
         return sound
+
+
+def tag_folder(path: Path, tag: str | None) -> Path:
+    """Return the folder of a tag in `path`, of the one that `latest` or `latest_universal` names without it; `path` itself where there is none.
+
+    Raises:
+        CheckpointError: "ckpt-not-found", "ckpt-latest", "ckpt-outside".
+    """
+    if tag is None:
+        tag = usable_tag(path) or named_tag(path, "latest_universal")
+    if tag is not None:
+        check_tag(path, tag)
+    folder = path / tag if tag is not None else path
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no directory {folder}", code="ckpt-not-found", fix="Give the folder of a tag.")
+    return folder
 
 
 def newest_sound(root: str | os.PathLike[str]) -> str | None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_ckpt.client_state import format_of
 from ds_ckpt.convert.client_entries import client_json
-from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
+from ds_ckpt.convert.deepspeed_folders import check_files, tag_folder
 from ds_ckpt.convert.module_states import split_state
 from ds_ckpt.convert.part_joins import PartJoins
 from ds_ckpt.convert.pickled import load_pt, require_pickle
@@ -113,7 +113,7 @@ def open_deepspeed(
     Cost: every file is read once for its checksum; then files are mapped, and a tensor is assembled when it is read.
     """
     require_pickle(allow_pickle, f"the DeepSpeed checkpoint {path}")
-    folder = _tag_folder(Path(path), tag)
+    folder = tag_folder(Path(path), tag)
     check_files(folder)
     files = RankFiles.among(folder.iterdir())
     if not files.models:
@@ -160,17 +160,6 @@ def _collected(
         elif states[0].get("optimizer") is not None:
             _replicated(collected, states[0]["optimizer"], groups if len(stages) == 1 else None)
     return collected
-
-
-def _tag_folder(path: Path, tag: str | None) -> Path:
-    if tag is None:
-        tag = usable_tag(path) or named_tag(path, "latest_universal")
-    if tag is not None:
-        check_tag(path, tag)
-    folder = path / tag if tag is not None else path
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no directory {folder}", code="ckpt-not-found", fix="Give the folder of a tag.")
-    return folder
 
 
 def _joins(
