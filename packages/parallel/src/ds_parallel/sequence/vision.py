@@ -81,10 +81,10 @@ def gather_vision_attention(
     return list(found)
 
 
-def _lengths(own: Tensor, group: ds_comm.Group) -> list[int]:
+def _lengths(tokens: Tensor, group: ds_comm.Group) -> list[int]:
     """Return the tokens, dim 1, of every rank."""
-    lengths = torch.empty(group.size, dtype=torch.int64, device=own.device)
-    ds_comm.all_gather_single(lengths, lengths.new_full((1,), own.shape[1]), group, unit="patches")
+    lengths = torch.empty(group.size, dtype=torch.int64, device=tokens.device)
+    ds_comm.all_gather_single(lengths, lengths.new_full((1,), tokens.shape[1]), group, unit="patches")
     return [int(length) for length in lengths.tolist()]
 
 

@@ -128,11 +128,11 @@ class CheckOverflow:
         experts = self.has_moe_params if has_moe_params is None else has_moe_params
         return self._anywhere(self.has_overflow_serial(params), experts, self.zero_reduce_scatter)
 
-    def _anywhere(self, found: bool, experts: bool, everywhere: bool) -> bool:
+    def _anywhere(self, overflow: bool, experts: bool, everywhere: bool) -> bool:
         group = bwc_tensor_model_parallel_group(self.mpu)
         asked = [_get_max_expert_parallel_group()] if experts else []
         asked += [None] if everywhere else [group] if group is not None else []
-        flag = torch.tensor(float(found), device=get_accelerator().device())
+        flag = torch.tensor(float(overflow), device=get_accelerator().device())
         for ranks in asked:
             all_reduce(flag, ReduceOp.MAX, as_group(ranks))
         return bool(flag)

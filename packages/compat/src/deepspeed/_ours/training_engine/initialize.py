@@ -35,7 +35,7 @@ from ds_comm import as_group, world_group
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
 from ds_data.token_dropping import is_converted
-from ds_engine import load_config, make_plan
+from ds_engine import Plan, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
@@ -98,10 +98,7 @@ def initialize(
     shapes = replace(
         shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
     )
-    plan = make_plan(resolved, shapes, world_group().size)
-    scale = plan.precision.scale
-    if resolved.zero_optimization.stage == 0 and scale is not None:  # where upstream's falls at every overflow
-        plan = replace(plan, precision=replace(plan.precision, scale=replace(scale, hysteresis=1)))
+    plan = _with_upstreams_scale(make_plan(resolved, shapes, world_group().size))
     if counted is not None and world_group().rank == 0:
         logger.warning(
             "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
@@ -155,6 +152,14 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
         )
         config = config.model_copy(update={"sparse_attention": None})
     return config
+
+
+def _with_upstreams_scale(plan: Plan) -> Plan:
+    """Return the plan with a loss scale that falls at every overflow at stage 0, where upstream's has no hysteresis."""
+    scale = plan.precision.scale
+    if plan.config.zero_optimization.stage != 0 or scale is None:
+        return plan
+    return replace(plan, precision=replace(plan.precision, scale=replace(scale, hysteresis=1)))
 
 
 def _own_formats(config: Config, model: nn.Module) -> tuple[tuple[str, str], ...]:
