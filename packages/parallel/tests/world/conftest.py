@@ -106,6 +106,38 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconConfig",
         _OLD | _TOKENS | {"new_decoder_architecture": False, "multi_query": False, "alibi": True},
     ),
+    "codegen": (
+        "CodeGenForCausalLM",
+        "CodeGenConfig",
+        {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        | _TOKENS,
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _SIZES | _TOKENS),
+    "granite-tied": ("GraniteForCausalLM", "GraniteConfig", _SIZES | _TOKENS | {"tie_word_embeddings": True}),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _SIZES
+        | _TOKENS
+        | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        _SIZES | _TOKENS | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48},
+    ),
+    "longcat": (
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 1, "num_attention_heads": 4, "ffn_hidden_size": 48}
+        | {"max_position_embeddings": 64, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2}
+        | {"moe_topk": 2, "expert_ffn_hidden_size": 24}
+        | _TOKENS,
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", _BERT | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", _BERT | {"vocab_size": VOCABULARY}),
     "t5": (

@@ -40,6 +40,12 @@ FAMILIES = [
     "vit",
     "whisper",
     "chatglm",
+    "codegen",
+    "olmo2",
+    "granite-tied",
+    "deepseek-v2",
+    "llama4",
+    "longcat",
 ]
 Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
 

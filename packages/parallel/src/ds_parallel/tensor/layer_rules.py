@@ -154,6 +154,7 @@ def _parts_of_shape(spec: ConfiguredLayerRule, kind: ShardKind) -> tuple[ShardPa
     return tuple(ShardPart() for _ in range(equal))
 
 
+TP_PLAN, LATENT = "tp_plan", "mla_kv_a_proj"
 _FLAGS = ("gather_output", "split_input", "sum_gradient")
 PLAN_STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
     "colwise": (ShardKind.COLUMN, ()),
@@ -179,21 +180,24 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
     """
     experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
     inside = {name for name in plan if any(name.startswith(f"{owner}.") for owner in experts)}
-    unknown = {style for name, style in plan.items() if style not in PLAN_STYLES and name not in inside}
+    unknown = {style for name, style in plan.items() if style not in (*PLAN_STYLES, LATENT) and name not in inside}
     if unknown:
         raise PlanError(
             f"the model's tp_plan has the styles {sorted(unknown)}; known are {sorted(PLAN_STYLES)}",
             code="tensor-style",
             fix="Say what becomes of these layers in tensor_parallel.partition_config.",
         )
+    # Latent attention has keys that all heads share, and experts that return their input would be summed over the ranks: they stay whole.
+    latent = {f"{name.rpartition('.')[0]}." for name, style in plan.items() if style == LATENT}
+    identity = {name.rpartition(".")[0] for name, style in plan.items() if style == "moe_identity_expert"}
     begin = "|".join(re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True))
     rules = []
     for name, style in plan.items():
         if name in inside:
             continue
-        kind, style_flags = PLAN_STYLES[style]
+        kind, style_flags = PLAN_STYLES["replicated" if name in identity or name.startswith(tuple(latent)) else style]
         stem = re.escape(name).replace(r"\*", r"[^.]+")
         if name.startswith("*."):  # at any depth
             stem = ".+" + stem.removeprefix("[^.]+")
-        rules.append(LayerRule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in style_flags for flag in _FLAGS)))
+        rules.append(LayerRule(f"(?:{begin}){stem}", kind, TP_PLAN, None, *(flag in style_flags for flag in _FLAGS)))
     return rules

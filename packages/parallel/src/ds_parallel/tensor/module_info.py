@@ -31,6 +31,8 @@ KEY_VALUE_COUNTS = (
     "multi_query_group_num",
 )
 GROUP_SIZES = ("num_key_value_groups",)
+BLOCK_COUNTS = ("mp_num",)
+"""Of how many blocks, each with queries, values and keys of its own, a fused projection is made (CodeGen)."""
 WIDTHS = ("split_size", "inner_dim", "all_head_size", "embed_dim", "hidden_size", "projection_size")
 _HEAD_WIDTHS = (
     "head_dim",
@@ -198,7 +200,7 @@ def _attentions(model: nn.Module) -> Iterator[AttentionInfo]:
             or query
         )
         if query % keys == 0:
-            follow = (*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *WIDTHS)
+            follow = (*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *BLOCK_COUNTS, *WIDTHS)
             attributes = {key: value for key, value in numbers.items() if key in follow}
             yield AttentionInfo(name, HeadCounts(query, keys), width, attributes)
 

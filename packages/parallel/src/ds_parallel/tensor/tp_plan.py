@@ -14,6 +14,7 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
 from ds_parallel.tensor.half_plan import LayerCut, layers_in_halves
 from ds_parallel.tensor.layer_rules import (
+    TP_PLAN,
     ConfiguredLayerRule,
     LayerRule,
     ShardKind,
@@ -21,7 +22,14 @@ from ds_parallel.tensor.layer_rules import (
     rules_of_specs,
     rules_of_tp_plan,
 )
-from ds_parallel.tensor.module_info import GROUP_SIZES, KEY_VALUE_COUNTS, AttentionInfo, LayerInfo, ModelFacts
+from ds_parallel.tensor.module_info import (
+    BLOCK_COUNTS,
+    GROUP_SIZES,
+    KEY_VALUE_COUNTS,
+    AttentionInfo,
+    LayerInfo,
+    ModelFacts,
+)
 from ds_parallel.tensor.presets import preset_for, preset_named
 
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
@@ -150,7 +158,7 @@ class TensorPlan:
         read: set[tuple[str, int]] = set()  # layers below one module that read one input sum its gradient once
         for decision in self.cut:
             if decision.kind is ShardKind.EXPERTS:
-                hidden = decision.layer.shapes["down_proj"][1]
+                hidden = decision.layer.shapes["down_proj"][3 - decision.cuts["down_proj"].dim]
                 forward, backward = forward + hidden, backward + hidden
                 continue
             whole, inner = decision.layer.features
@@ -217,17 +225,17 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
 
 
 def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
-    """Leave output layers that are sharded by name only unsplit where the embedding tied to them is unsplit."""
+    """Leave output layers unsplit where the embedding tied to them is unsplit, unless the user's own rule cuts them."""
     whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is ShardKind.SKIP}
     tied = {
         name: next((whole[other] for other in names if other in whole), None) for names in facts.tied for name in names
     }
 
     def decided(decision: Decision) -> Decision:
-        other = tied.get(f"{decision.name}.weight") if decision.reason == _HEADS else None
+        other = tied.get(f"{decision.name}.weight") if decision.reason in (_HEADS, TP_PLAN) else None
         if other is None:
             return decision
-        return Decision(decision.layer, ShardKind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
+        return Decision(decision.layer, ShardKind.SKIP, {}, f"{decision.reason}: tied to {other}, which stays whole")
 
     return tuple(map(decided, decisions))
 
@@ -274,12 +282,15 @@ def _decide(layer: LayerInfo, rules: list[LayerRule], facts: ModelFacts, options
     if kind not in roles.get(layer.role, ()):
         return Decision(layer, ShardKind.SKIP, {}, f"{rule.source}: a layer of this sort cannot be cut by {kind.value}")
     attention = facts.attention_of(layer.name)
+    if rule.parts is None and (rule.gather_output or rule.split_input):
+        attention = None  # every rank computes all heads
     try:
         cuts = _cuts(layer, kind, rule, attention, options)
     except PlanError as error:
         raise PlanError(f"{layer.name}: {error.message}", code=error.code, fix=error.fix) from None
     attention_name = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
-    gather = rule.gather_output and (options.gather_logits or kind is not ShardKind.COLUMN)
+    outside = not any(part.isdigit() for part in layer.name.split("."))  # of all blocks, as the last layer is
+    gather = rule.gather_output and (options.gather_logits or kind is not ShardKind.COLUMN or not outside)
     gather |= kind is ShardKind.FEATURES and rule.parts is None  # its readers expect all of it
     return Decision(
         layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=attention_name
@@ -315,16 +326,17 @@ def _cuts(
 def _expert_cuts(layer: LayerInfo, cut: object) -> dict[str, DimShards]:
     gate_up, down = layer.shapes["gate_up_proj"], layer.shapes["down_proj"]
     extra = sorted(set(layer.shapes) - {"gate_up_proj", "down_proj"})
-    if extra or gate_up[1] != 2 * down[2] or gate_up[2] != down[1]:
+    first = next((dim for dim in (1, 2) if (gate_up[dim], gate_up[3 - dim]) == (2 * down[3 - dim], down[dim])), 0)
+    if extra or not first:
         raise PlanError(
             f"packed experts with gate_up_proj {gate_up}, down_proj {down}"
             + (f" and {', '.join(extra)}" if extra else ""),
             code="tensor-parts",
-            fix="Known are gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]. Skip this layer.",
+            fix="Known are gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner], or both with their last two dims exchanged. Skip this layer.",
         )
     return {
-        "gate_up_proj": cut(gate_up[1], 1, (ShardPart(), ShardPart())),  # type: ignore[operator]
-        "down_proj": cut(down[2], 2, (ShardPart(),)),  # type: ignore[operator]
+        "gate_up_proj": cut(gate_up[first], first, (ShardPart(), ShardPart())),  # type: ignore[operator]
+        "down_proj": cut(down[3 - first], 3 - first, (ShardPart(),)),  # type: ignore[operator]
     }
 
 
@@ -373,6 +385,14 @@ def _attributes(attention: AttentionInfo, degree: int) -> dict[str, tuple[int, .
     for key, value in attention.attributes.items():
         if key in GROUP_SIZES:
             values[key] = tuple(q // kv for q, kv in counts)
+        elif key in BLOCK_COUNTS:
+            if any(value * q % query for q, _ in counts):
+                raise PlanError(
+                    f"{attention.name}: {degree} tensor-parallel ranks would get parts of the {value} blocks that its queries and keys lie in ({key})",
+                    code="tensor-heads",
+                    fix=f"Use a number of tensor-parallel ranks that divides {value}.",
+                )
+            values[key] = tuple(value * q // query for q, _ in counts)
         elif key in KEY_VALUE_COUNTS and value == keys:
             values[key] = tuple(kv for _, kv in counts)
         elif value == query:
