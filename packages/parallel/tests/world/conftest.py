@@ -138,6 +138,22 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"moe_topk": 2, "expert_ffn_hidden_size": 24}
         | _TOKENS,
     ),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "scale_embedding": True}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+        | {"max_position_embeddings": 32, "dropout": 0.0, "decoder_start_token_id": 1}
+        | _TOKENS,
+    ),
+    "bigcode": (
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        | _TOKENS,
+    ),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", _BERT | {"vocab_size": VOCABULARY, "embedding_size": 16}),
     "bert": ("BertForMaskedLM", "BertConfig", _BERT | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", _BERT | {"vocab_size": VOCABULARY}),
     "t5": (

@@ -46,6 +46,9 @@ FAMILIES = [
     "deepseek-v2",
     "llama4",
     "longcat",
+    "bart",
+    "bigcode",
+    "electra",
 ]
 Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
 

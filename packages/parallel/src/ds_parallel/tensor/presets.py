@@ -65,8 +65,8 @@ def _rules(family: str, *lines: tuple[str, ShardKind, tuple[ShardPart, ...] | No
     )
 
 
-_HEAD = r"lm_head|embed_out|output_layer|proj_out"
-_MASKED = r"cls\.predictions\.decoder|lm_head\.decoder"
+_HEAD = r"lm_head|embed_out|output_layer|output_projection|proj_out"
+_MASKED = r"cls\.predictions\.decoder|lm_head\.decoder|generator_lm_head"
 _HEADS = (_HEAD, _MASKED)
 _COLUMN, _ROW, _SKIP = ShardKind.COLUMN, ShardKind.ROW, ShardKind.SKIP
 
@@ -83,6 +83,13 @@ _LLAMA_MLP = (
 _FUSED_MLP = ((r"mlp\.gate_up_proj", _COLUMN, (_EVEN, _EVEN)), (r"mlp\.down_proj", _ROW, (_EVEN,)))
 _NEOX_MLP = ((r"mlp\.dense_h_to_4h", _COLUMN, (_EVEN,)), (r"mlp\.dense_4h_to_h", _ROW, (_EVEN,)))
 _OUTSIDE = ((r"embed_tokens", ShardKind.VOCABULARY, None), (_HEAD, _COLUMN, (_EVEN,)))
+_BIGCODE = (
+    (r"attn\.c_proj", _ROW, (_Q,)),
+    (r"mlp\.c_fc", _COLUMN, (_EVEN,)),
+    (r"mlp\.c_proj", _ROW, (_EVEN,)),
+    (r"wte", ShardKind.VOCABULARY, None),
+    (_HEAD, _COLUMN, (_EVEN,)),
+)
 _FALCON = (
     (r"self_attention\.dense", _ROW, (_Q,)),
     *_NEOX_MLP,
@@ -220,7 +227,23 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "bert",
-        ("bert", "roberta", "xlm-roberta", "electra", "vit", "deit"),
+        (
+            "bert",
+            "roberta",
+            "xlm-roberta",
+            "electra",
+            "vit",
+            "deit",
+            "camembert",
+            "data2vec-text",
+            "ernie",
+            "xlm-roberta-xl",
+            "roberta-prelayernorm",
+            "megatron-bert",
+            "rembert",
+            "bert-generation",
+            "roformer",
+        ),
         _rules(
             "bert",
             (r"(?:attention|crossattention)\.(?:self|attention)\.query", _COLUMN, (_Q,)),
@@ -252,7 +275,20 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "whisper",
-        ("whisper",),
+        (
+            "whisper",
+            "bart",
+            "mbart",
+            "pegasus",
+            "marian",
+            "blenderbot",
+            "blenderbot-small",
+            "plbart",
+            "mvp",
+            "biogpt",
+            "xglm",
+            "m2m_100",
+        ),
         _rules(
             "whisper",
             (r"(?:self_attn|encoder_attn)\.q_proj", _COLUMN, (_Q,)),
@@ -260,8 +296,21 @@ PRESETS: tuple[Preset, ...] = (
             (r"(?:self_attn|encoder_attn)\.out_proj", _ROW, (_Q,)),
             (r"fc1", _COLUMN, (_EVEN,)),
             (r"fc2", _ROW, (_EVEN,)),
+            (r"shared", ShardKind.VOCABULARY, None),
             *_OUTSIDE,
         ),
+    ),
+    Preset(
+        "gpt_bigcode",
+        ("gpt_bigcode",),
+        _rules("gpt_bigcode", (r"attn\.c_attn", _COLUMN, (_Q, _KV, _KV)), *_BIGCODE),
+        when=(("multi_query", True),),
+    ),
+    Preset(
+        "gpt_bigcode",
+        ("gpt_bigcode",),
+        _rules("gpt_bigcode", (r"attn\.c_attn", _COLUMN, (_Q,)), *_BIGCODE),
+        when=(("multi_query", False),),
     ),
 )
 
