@@ -203,6 +203,24 @@ def test_what_modules_keep_beside_tensors(tmp_path, layout):
     assert open_deepspeed(tmp_path / "t", allow_pickle=True).meta["extra"] == extra
 
 
+def test_a_padded_vocabulary_goes_on_and_is_cut_in_the_universal_layout(tmp_path):
+    """As Megatron-DeepSpeed pads it for its ranks: a run that goes on on as many has these rows."""
+    info = {"vocabulary_parameter_patterns": ["words"], "original_vocab_size": 3, "universal_checkpoint_version": 0.2}
+    (tmp_path / "t").mkdir()
+    for rank in (0, 1):
+        state = {
+            "module": {"words": torch.arange(4.0).view(2, 2) + 4 * rank}, "universal_checkpoint_info": info, "mp_world_size": 2,
+            "optimizer": {"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        }  # fmt: skip
+        torch.save(state, tmp_path / "t" / f"mp_rank_{rank:02d}_model_states.pt")
+    source = open_deepspeed(tmp_path / "t", allow_pickle=True)
+    assert source.entries["param/words"].read().equal(torch.arange(8.0).view(4, 2))
+    write_universal(source, tmp_path / "u", "t", allow_pickle=True)
+    back = open_deepspeed(tmp_path / "u", allow_pickle=True)
+    assert back.entries["param/words"].read().equal(torch.arange(6.0).view(3, 2))
+    assert back.entries["optim/words/exp_avg"].shape == (3, 2)
+
+
 def test_state_dicts_by_part_are_read(tmp_path):
     """Of Megatron-DeepSpeed's models at stage 0: nothing else has the weights."""
     (tmp_path / "t").mkdir()

@@ -136,6 +136,7 @@ def open_deepspeed(
     if degree > 1:
         shapes = {k.removeprefix("param/"): e.shape for k, e in collected.entries.items() if k.startswith("param/")}
         meta["cuts"] = from_json(to_json({name: joins.cut_of(name, shape) for name, shape in shapes.items()}))
+        meta["vocabulary"] = joins.vocabulary
         meta["source"] |= {"unused_patterns": sorted(joins.unused(shapes))}
     return TensorSource(collected.entries, aliases, meta)
 

@@ -52,11 +52,11 @@ class PartJoins:
         self._has_widths = float(info.get("universal_checkpoint_version") or 0.0) >= _WIDTHS_SINCE
 
     def shape(self, name: str, shapes: Sequence[Sequence[int]], *, state: bool = False) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, from those of the ranks' parts."""
-        return tuple(self.join(name, [torch.empty(tuple(s), device="meta") for s in shapes], state=state).shape)
+        """Return the shape of the whole tensor, a vocabulary's with its padding, from those of the ranks' parts."""
+        return tuple(self._padded(name, [torch.empty(tuple(s), device="meta") for s in shapes], state).shape)
 
     def join(self, name: str, parts: Sequence[Tensor], *, state: bool = False) -> Tensor:
-        """Return the whole tensor.
+        """Return the whole tensor, without the rows that a vocabulary was padded by for the ranks to divide it.
 
         Args:
             parts: Of the ranks, in order.
@@ -65,18 +65,28 @@ class PartJoins:
             CheckpointError: the parts are not those that the information speaks of ("ckpt-foreign").
             UnsupportedError: a state of a parameter that ranks hold multiplied by a factor ("ckpt-foreign-layout").
         """
+        whole = self._padded(name, parts, state)
+        is_vocabulary = self._matches("vocabulary_parameter_patterns", name)
+        return whole[: self.vocabulary] if is_vocabulary and self.vocabulary else whole
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Size of the vocabulary before it was padded; None where nobody says it."""
+        size = self._info.get("original_vocab_size")
+        return None if size is None else int(size)
+
+    def _padded(self, name: str, parts: Sequence[Tensor], state: bool) -> Tensor:
         try:
-            whole = self._joined(name, parts, state)
+            return self._joined(name, parts, state)
         except DsError:
             raise
         except (RuntimeError, IndexError, KeyError, ValueError) as error:
             raise _wrong(name, parts, str(error)[:200]) from error
-        if self._matches("vocabulary_parameter_patterns", name) and "original_vocab_size" in self._info:
-            whole = whole[: int(self._info["original_vocab_size"])]  # ranks divide a vocabulary that was padded for it
-        return whole
 
     def entries(self, parts: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
         """Join what the ranks have, `param/<name>` and `optim/<name>/<state>`; buffers are those of the first.
+
+        A vocabulary keeps the rows that it was padded by: the model that goes on has them.
 
         Raises:
             CheckpointError: a tensor is not on every rank ("ckpt-foreign").
@@ -99,7 +109,7 @@ class PartJoins:
         return whole
 
     def _read(self, name: str, parts: Sequence[TensorEntry], state: bool) -> Tensor:
-        return self.join(name, [part.read() for part in parts], state=state).contiguous()
+        return self._padded(name, [part.read() for part in parts], state).contiguous()
 
     def unused(self, names: Iterable[str]) -> set[str]:
         """Return the patterns of the lists that fit none of these parameters."""

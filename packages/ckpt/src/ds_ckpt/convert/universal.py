@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.module_states import extra_entries
 from ds_ckpt.convert.pickled import SubparamShape, clip_of, require_pickle, save_pt, scaler_of
-from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import replace_text
@@ -41,6 +44,7 @@ def write_universal(
     target, zero = root / tag, root / tag / "zero"
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
+    source = _unpadded(source)
     optimizer = source.meta.get("optimizer") or {}
     groups = optimizer.get("groups") or []
     if not groups:
@@ -123,6 +127,22 @@ def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[st
 
 
 _DEEPSPEED = "0.19.8"  # the version whose reader was checked against this writer
+
+
+def _unpadded(source: TensorSource) -> TensorSource:
+    """Leave out the rows that vocabularies were padded by: a reader pads them for its own number of ranks."""
+    size, cuts = source.meta.get("vocabulary"), source.meta.get("cuts") or {}
+    entries = dict(source.entries)
+    for key, entry in source.entries.items():
+        kind, _, rest = key.partition("/")
+        name = rest.rpartition("/")[0] if kind == "optim" else rest
+        if size and (cuts.get(name) or {}).get("vocab_tensor") and entry.shape and entry.shape[0] > size:
+            entries[key] = TensorEntry((size, *entry.shape[1:]), entry.dtype, partial(_rows, entry, size))
+    return replace(source, entries=entries)
+
+
+def _rows(entry: TensorEntry, size: int) -> Tensor:
+    return entry.read()[:size].contiguous()
 
 
 def _model_file(source: TensorSource, trained: Mapping[str, Sequence[str]]) -> dict[str, Any]:
