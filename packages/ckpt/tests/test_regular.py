@@ -209,7 +209,7 @@ def test_a_padded_vocabulary_goes_on_and_is_cut_in_the_universal_layout(tmp_path
     (tmp_path / "t").mkdir()
     for rank in (0, 1):
         state = {
-            "module": {"words": torch.arange(4.0).view(2, 2) + 4 * rank}, "universal_checkpoint_info": info, "mp_world_size": 2,
+            "module": {"words": torch.arange(4.0).view(2, 2) + 4 * rank}, "universal_checkpoint_info": info,
             "optimizer": {"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
         }  # fmt: skip
         torch.save(state, tmp_path / "t" / f"mp_rank_{rank:02d}_model_states.pt")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_ckpt.convert.module_states import split_state
 from ds_config.errors import CheckpointError
 
 __all__ = ["TIED", "RankFiles"]
@@ -94,7 +95,8 @@ def _share_names(states: Iterable[Mapping[str, Any]]) -> bool:
     """Whether two ranks have parameters of the same name, which stages of a pipeline do not."""
     seen: set[str] = set()
     for state in states:
-        own = {name for group in state.get("param_shapes") or [] for name in group if not name.startswith(TIED)}
+        named = state.get("param_shapes") or [split_state(state.get("module"))[0]]  # without ZeRO no shapes are said
+        own = {name for group in named for name in group if not name.startswith(TIED)}
         if seen & own:
             return True
         seen |= own
