@@ -48,6 +48,7 @@ from ds_engine.result import StepResult
 from ds_engine.step_telemetry import RunStatus
 from ds_engine.uneven_inputs import WeightedBatch
 from ds_engine.whole_values import KnownState
+from ds_parallel.sequence.part_check import check_parts
 from ds_parallel.tensor import tensor_parallel_of
 from ds_pipe import Action
 from ds_pipe.staged import evaluating
@@ -102,7 +103,7 @@ class Engine(nn.Module):
         self._position = 0  # which microbatch of the program comes next
         self._ledger = LossAccumulator()
         cut = self.plan.residency.shard_params or self.mesh["tensor"].size > 1
-        self._known = KnownState()
+        self._known, self._unchecked = KnownState(), self.mesh["sequence"].size > 1
         self._saves = SavesWhole.all_in(self) if cut else []
         self._resume_gc = pause_collector(self, plan.pause_gc)
 
@@ -128,6 +129,9 @@ class Engine(nn.Module):
             args, kwargs = to_device(args, self.device, dtype), to_device(kwargs, self.device, dtype)
             if self.module.training and torch.is_grad_enabled():
                 self._health.forward(args, kwargs)
+                if self._unchecked and not self._compilation.active:
+                    check_parts(self.module, kwargs, self.mesh["sequence"])
+                self._unchecked = False
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:

@@ -12,7 +12,7 @@ from torch.nn import functional
 import ds_engine
 from ds_config.errors import UnsupportedError, set_place
 from ds_engine import SumLoss
-from ds_parallel.sequence import DistributedAttention, sequence_part
+from ds_parallel.sequence import DistributedAttention, check_parts, sequence_part
 from ds_testing import world
 
 WIDTH, LENGTH = 16, 12
@@ -144,4 +144,55 @@ def _sequence_group(sequence: int, tensor: int) -> Any:
 def test_a_model_that_shares_nothing_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="nothing in the model exchanges over a sequence"):
         ds_engine.initialize(model=Decoder(), config={"train_batch_size": 2, "sequence_parallel_size": 2})
+    set_place("")
+
+
+def _hugging_face(name: str, **more: Any) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 40, "num_attention_heads": 4, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return model(getattr(transformers, f"{name}Config")(**sizes, **more))
+
+
+_DECODER = {"hidden_size": 32, "num_hidden_layers": 2}
+_MODELS: dict[str, dict[str, Any]] = {
+    "Bart": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+    },  # positions from 0
+    "Falcon": _DECODER,  # an attention of its own
+    "Llama": _DECODER | {"intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("name", list(_MODELS))
+@world(2)
+def test_a_model_that_looks_at_other_tokens_without_an_exchange_is_refused(name: str, bits: int) -> None:
+    model = _hugging_face(name, **_MODELS[name])
+    config = {
+        "train_batch_size": 2,
+        "sequence_parallel_size": 2,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": bits == 16},
+    }
+    engine, *_ = ds_engine.initialize(
+        model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    )
+    ids = torch.randint(0, 40, (2, 32), generator=torch.Generator().manual_seed(5))
+    part = sequence_part({"input_ids": ids}, engine.mesh["sequence"].rank, 2)
+    if name == "Llama":
+        error = check_parts(engine.module, part, engine.mesh["sequence"])
+        assert error is not None
+        assert error < (1e-5 if bits == 32 else 0.05)
+        engine(**part, use_cache=False).logits.float().sum().backward()
+        assert all(module.training for module in model.modules())
+    else:
+        with pytest.raises(UnsupportedError, match="looks at other tokens") as caught:
+            engine(**part, use_cache=False)
+        assert caught.value.code == "sequence-parts"
+    engine.close()
     set_place("")
