@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -244,4 +245,30 @@ def test_a_stage_with_nothing_to_train_works(name: str, stage: int, kind: str, t
     engine = partial(name, stage, kind)
     engine.load_checkpoint(tmp_path, tag="three")
     assert found + trained(engine, 3, 3) == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_a_stage_that_trains_nothing_takes_part_in_what_offload_asks(stage: int) -> None:
+    """It has no state to put anywhere, and waited for nobody when the others compared their hosts' memory."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    for layer in layers[2:]:
+        layer.requires_grad_(False)
+    whole = nn.Sequential(*(copy.deepcopy(layer) for layer in layers))
+    model = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    engine = start(model, settings(stage, zero_optimization=zero, optimizer=adam))
+    optimizer = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    for step in range(2):
+        data = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(step))
+        result = engine.train_batch((x, x.flip(-1)) for x in data)
+        loss = sum(F.mse_loss(whole(x), x.flip(-1)) for x in data) / 2
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(result.loss) == pytest.approx(float(loss), rel=1e-5)
     engine.close()

@@ -165,7 +165,7 @@ class GradientMeasurements:
         self._units, self._remaining = list(units), remaining
         self._norms: dict[int, _UnitNorms] = {}
         self._scaled_parts: dict[tuple[int, int], Any] = {}
-        self._device = self._units[0].device if self._units else torch.device("cpu")
+        self._device = self._units[0].device if self._units else metadata_device(agreement.group)
         self._places = {unit.number: _NormPlaces(unit, agreement.tensors, self._device) for unit in self._units}
         self._users = [0.0] * agreement.sizes[1]  # of a backward that every parameter took part in
         for place in agreement.parts.values():

@@ -166,13 +166,13 @@ def _check_everyone(everyone: Group, families: Mapping[str, ReductionGroup], opt
         )
 
 
-def _check_host(plan: ZeroPlan, everyone: Group) -> None:
-    """Check on every rank that each host can hold what its ranks offload. Collective if anything is offloaded.
+def _check_host(plan: ZeroPlan, options: ShardOptions, everyone: Group) -> None:
+    """Check on every rank that each host can hold what its ranks offload. Collective if offload was asked for, also on a rank that trains nothing.
 
     Raises:
         PlanError: on every rank, if a host cannot ("offload-host-memory").
     """
-    if not plan.host:
+    if options.offload_optimizer == options.offload_params == "device":
         return
     refusals: list[str] = [""] * everyone.size
     refusal = room_refusal(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
@@ -255,7 +255,7 @@ class ShardedModel:
         rows = tables(model) if options.sparse else frozenset()
         self.seating = GroupTable(self.families, self.pool, options, host=on_host, tables=rows)
         self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
-        _check_host(self.plan, self.everyone)
+        _check_host(self.plan, options, self.everyone)
         self.seating.share(self.plan.units)
         self.units = self._make_units(by_name)
         for host in self.seating.hosts:
