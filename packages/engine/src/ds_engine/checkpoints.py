@@ -41,6 +41,7 @@ from ds_zero import ShardedModel, ShardedOptimizer
 __all__ = ["CheckpointedRun", "Contents", "contents_of", "keep_near", "load_run", "save_run"]
 
 _log = logging.getLogger("ds_engine")
+_BY_RANK = "by rank"
 
 
 class CheckpointedRun(Protocol):
@@ -106,7 +107,7 @@ def contents_of(
         "extra": extra,
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
         "frozen": everywhere,  # for layouts that know frozen parameters from those without a gradient so far
-        "onebit": getattr(_inner(run), "error_numels", {}),
+        "onebit": _messages(run),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         # None of torch's DataLoader and of others that do not know where they stand: a resumed run begins their order again.
         "data": loader.state_dict() | {"taken": counters["taken"]} if hasattr(loader, "state_dict") else None,
@@ -421,11 +422,21 @@ def _error_shards(run: CheckpointedRun) -> list[LocalShard]:
     return [_whole(f"onebit/{run.mesh.rank}/{name}", tensor) for name, tensor in errors.items()]
 
 
-def _expect_errors(run: CheckpointedRun, saved: Mapping[str, int], as_many: bool) -> None:
+def _messages(run: CheckpointedRun) -> dict[str, Any]:
+    """Return the elements of each message of a 1-bit optimizer: those of every rank where stages have others. Collective for pipelines."""
+    numels: dict[str, int] = getattr(_inner(run), "error_numels", {})
+    if run.mesh["pipe"].size == 1 or not hasattr(_inner(run), "error_numels"):
+        return numels
+    every = all_gather_json(numels, run.mesh["world"], unit="onebit")
+    return numels if all(one == numels for one in every) else {_BY_RANK: every}
+
+
+def _expect_errors(run: CheckpointedRun, saved: Mapping[str, Any], as_many: bool) -> None:
     expect = getattr(_inner(run), "expect_errors", None)
     if expect is None:
         return
-    expect(saved if as_many else {})
+    numels = saved[_BY_RANK][run.mesh.rank] if as_many and _BY_RANK in saved else saved
+    expect(numels if as_many else {})
     if saved and not as_many and run.mesh.rank == 0:
         _log.info("error feedback of the 1-bit optimizer is of another number of ranks and starts at zero")
 

@@ -272,3 +272,37 @@ def test_a_stage_that_trains_nothing_takes_part_in_what_offload_asks(stage: int)
         optimizer.zero_grad()
         assert float(result.loss) == pytest.approx(float(loss), rel=1e-5)
     engine.close()
+
+
+_EARLY = {
+    "OneBitAdam": {"freeze_step": 1},
+    "OneBitLamb": {"freeze_step": 1},
+    "ZeroOneAdam": {"var_freeze_step": 1, "local_step_scaler": 1},
+}
+
+
+@pytest.mark.parametrize("name", sorted(_EARLY))
+@world(2)
+def test_stages_of_a_1_bit_optimizer_are_saved_with_their_errors(name: str, tmp_path: Path) -> None:
+    """Messages of stages have other lengths; and what lies between parameters of a flat shard is in no file."""
+    onebit = {"type": name, "params": {"lr": 1e-2} | _EARLY[name]}
+    asked = settings(0, optimizer=onebit, gradient_clipping=0.0)
+
+    def begin() -> Any:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+        return start(PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform"), asked)
+
+    def losses(engine: Any, first: int, steps: int) -> list[float]:
+        data = [torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(i)) for i in range(first, first + steps)]
+        return [float(engine.train_batch((x, x[:, :3]) for x in few).loss) for few in data]
+
+    engine = begin()
+    losses(engine, 0, 3)
+    engine.save_checkpoint(tmp_path)
+    expected = losses(engine, 3, 2)
+    engine.close()
+    engine = begin()
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, 3, 2) == expected
+    engine.close()

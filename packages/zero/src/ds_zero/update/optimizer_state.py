@@ -22,9 +22,10 @@ from ds_comm import Group, LocalShard
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import Logical
 from ds_config.errors import CheckpointError, ShardedAccessError
-from ds_zero.layout.elements import ParamPiece
+from ds_zero.layout.elements import ParamPiece, gaps_between
 from ds_zero.layout.shard_options import dtype_name
 from ds_zero.offload.state_stores import OptimizerSlice
+from ds_zero.runtime.param_storage import clear_gaps
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.wrapped_optimizer import WAITING, state_format
@@ -212,6 +213,20 @@ class OptimizerState:
             shape, start = (piece.shape, piece.interval.start) if each else (tuple(data.shape), 0)
             fragments.setdefault(piece.name, []).append(Fragment(key, shape, start, data.clone()))
         return fragments
+
+    def clear_gaps(self, units: Iterable[Unit]) -> None:
+        """Zero what an update wrote between parameters. An optimizer that sends signs, which know no zero, moves those elements, too, and no checkpoint has them."""
+        for unit in units:
+            clear_gaps(unit.shard, unit.owned)
+            for part in unit.parts:
+                inside = [
+                    (p.start - part.start, p.stop - part.start) for p in unit.owned if part.start <= p.start < part.stop
+                ]
+                gaps = gaps_between(inside, part.tensor.numel())
+                for value in self.inner.state.get(part.tensor, {}).values():
+                    if gaps and isinstance(value, Tensor) and value.shape == part.tensor.shape:
+                        for gap in gaps:
+                            value[gap.start : gap.stop].zero_()
 
     def carry(self, fragments: Fragments, trained: Collection[str]) -> None:
         """Give parameters out of `trained` the state they had under another plan. Collective."""

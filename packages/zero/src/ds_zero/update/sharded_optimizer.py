@@ -308,6 +308,8 @@ class ShardedOptimizer(Optimizer):
             self._check_published(stepping=True)
             with self._views.stepping() if self._views.methods else nullcontext():
                 apply(due, self.state_store, self.updater, self.ahead.settle if self.ahead.units else None)
+                if owns_reduction(self.inner):
+                    self.state_store.clear_gaps(due.units)
             for unit in units if divided else ():
                 attributes.averaged(unit)
         if self.ahead.units:
@@ -440,6 +442,7 @@ class ShardedOptimizer(Optimizer):
         """
         if owns_reduction(self.inner) and hasattr(self.inner, "synchronise"):
             self.inner.synchronise()
+            self.state_store.clear_gaps(u for u in self.sharding.units if u.spec.trained)
             self.sharding.refresh()
 
     def refresh(self) -> None:
