@@ -130,6 +130,8 @@ def apply(
             scaled = any(scales_before_cast(unit) if unit.gradients.leaves else first for unit in batch)
             _update({unit: gone[unit] for unit in batch}, 1.0 if scaled else factor, updater)
     updater.finish()
+    if state.fills_gaps:
+        state.clear_gaps(due.units)
 
 
 def _update(units: Mapping[Unit, set[int]], factor: float, updater: Updater) -> None:

@@ -28,7 +28,7 @@ from ds_zero.offload.state_stores import OptimizerSlice
 from ds_zero.runtime.param_storage import clear_gaps
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.wrapped_optimizer import WAITING, state_format
+from ds_zero.update.wrapped_optimizer import WAITING, owns_reduction, state_format
 
 __all__ = ["Fragment", "Fragments", "OptimizerState", "PartStates"]
 
@@ -91,6 +91,7 @@ class OptimizerState:
 
     def __init__(self, inner: Optimizer, sharding: ShardedModel) -> None:
         self.inner, self.sharding = inner, sharding
+        self.fills_gaps = owns_reduction(inner)  # signs know no zero
 
     def of(self, part: OptimizerSlice) -> dict[str, Any]:
         """Return the optimizer state of one part; empty before its first step."""

@@ -142,8 +142,7 @@ class ShardedOptimizer(Optimizer):
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
         self.sharding = ShardedModel(model, self._groups, options, habits)
-        self._local = owns_reduction(inner)
-        if self._local:
+        if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self._divisor = self.sharding.families[DENSE].divisor  # the ranks that the batch is split over
         self.sharding.end = self.close
@@ -309,8 +308,6 @@ class ShardedOptimizer(Optimizer):
             self._check_published(stepping=True)
             with self._views.stepping() if self._views.methods else nullcontext():
                 apply(due, self.state_store, self.updater, self.ahead.settle if self.ahead.units else None)
-                if self._local:
-                    self.state_store.clear_gaps(due.units)
             for unit in units if divided else ():
                 attributes.averaged(unit)
         if self.ahead.units:
@@ -441,7 +438,7 @@ class ShardedOptimizer(Optimizer):
 
         Before anything that saves or compares them. Nothing to do with every other optimizer.
         """
-        if self._local and hasattr(self.inner, "synchronise"):
+        if owns_reduction(self.inner) and hasattr(self.inner, "synchronise"):
             self.inner.synchronise()
             self.state_store.clear_gaps(u for u in self.sharding.units if u.spec.trained)
             self.sharding.refresh()

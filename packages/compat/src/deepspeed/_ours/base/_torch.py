@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "tree_map", "unflatten"]
+__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "tree_map", "unflatten", "used_in_backward"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -21,6 +21,15 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Any:
     """Split a flat tensor into tensors with the shapes of `tensors`."""
     return _unflatten_dense_tensors(flat, tensors)
+
+
+def used_in_backward(parameters: Iterable[Tensor]) -> int | None:
+    """Count the parameters that the running backward computes a gradient of; None if none runs."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    with torch.enable_grad():
+        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in parameters if p.requires_grad}
+    return sum(map(torch._C._will_engine_execute_node, nodes))
 
 
 def compilers() -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from deepspeed._ours.base._torch import tree_leaves, tree_map
+from deepspeed._ours.base._torch import tree_leaves, tree_map, used_in_backward
 from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 from ds_pipe.partition import balanced, uniform
@@ -360,11 +360,10 @@ def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
     Raises:
         PlanError: no backward runs; a RuntimeError, too ("compat-call-order").
     """
-    if torch._C._current_graph_task_id() == -1:
+    used = used_in_backward(parameters)
+    if used is None:
         raise refused("outside-backward")
-    with torch.enable_grad():
-        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in parameters if p.requires_grad}
-    return sum(map(torch._C._will_engine_execute_node, nodes))
+    return used
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
