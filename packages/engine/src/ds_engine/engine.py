@@ -130,7 +130,7 @@ class Engine(nn.Module):
             if self.module.training and torch.is_grad_enabled():
                 self._health.forward(args, kwargs)
                 if self._unchecked and not self._compilation.active:
-                    check_parts(self.module, kwargs, self.mesh["sequence"])
+                    check_parts(self.module, kwargs, self.mesh["sequence"], args)
                 self._unchecked = False
             try:
                 return self.module(*args, **kwargs)

@@ -6,6 +6,7 @@ counts positions by itself (learned positions from 0), would come to other numbe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,13 +27,14 @@ _DROPPED = frozenset({"labels", "shift_labels", "attention_mask"})
 
 
 @torch.no_grad()
-def check_parts(model: nn.Module, inputs: Mapping[str, Any], group: Group) -> float | None:
+def check_parts(model: nn.Module, inputs: Mapping[str, Any], group: Group, args: tuple[Any, ...] = ()) -> float | None:
     """Compare what `model` makes of a few tokens in one piece and in parts. Collective over `group`.
 
     Args:
         model: One whose registered attention exchanges over `group`; others are not looked at.
         inputs: Keywords of a forward of this rank: tensors [batch, sequence / N, ...].
         group: The ranks that share sequences.
+        args: What the forward is given by position.
     Returns:
         The relative difference; None if nothing could be compared: inputs of other shapes, experts that drop tokens, numbers that are not finite.
     Raises:
@@ -43,7 +45,7 @@ def check_parts(model: nn.Module, inputs: Mapping[str, Any], group: Group) -> fl
     attention = UlyssesAttention.registered(name) if isinstance(name, str) else None
     if attention is None or group.size == 1:
         return None
-    whole, each = _few(model, inputs, group.size)
+    whole, each = _few(model, _by_name(model, args, inputs), group.size)
     lengths = ds_comm.all_gather_json([each, sorted(whole)], group, unit="sequence check")
     if any(one != lengths[0] for one in lengths) or not each:
         return None
@@ -76,6 +78,19 @@ def check_parts(model: nn.Module, inputs: Mapping[str, Any], group: Group) -> fl
             fix="Train this model without sequence parallelism, or give it layers that exchange (ds_parallel.sequence.DistributedAttention).",
         )
     return max(known)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name what is given by position as the model's forward does: that of the model inside adapters, whose own takes anything."""
+    if not args:
+        return dict(inputs)
+    inside = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    names = [
+        one.name
+        for one in inspect.signature(inside.forward).parameters.values()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return dict(zip(names, args, strict=False)) | dict(inputs)
 
 
 def _few(model: nn.Module, inputs: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], int]:
