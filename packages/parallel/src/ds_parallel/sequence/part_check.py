@@ -84,7 +84,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any])
     """Name what is given by position as the model's forward does: that of the model inside adapters, whose own takes anything."""
     if not args:
         return dict(inputs)
-    inside = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    inside = getattr(model, "get_base_model", lambda: model)()
     names = [
         one.name
         for one in inspect.signature(inside.forward).parameters.values()
