@@ -709,3 +709,11 @@ def test_accelerators_by_device():
     assert CPU_Accelerator().device_name() == "cpu"
     assert CUDA_Accelerator().communication_backend_name() == "nccl"
     assert isinstance(CPU_Accelerator(), deepspeed.accelerator.DeepSpeedAccelerator)
+
+
+def test_packed_experts_are_told_by_their_shapes():
+    from deepspeed.moe.fused_expert_layout import FusedExpertLayout, classify_fused_gate_up_layout
+
+    assert classify_fused_gate_up_layout((2, 8, 3), (2, 3, 4)) == FusedExpertLayout("gate_up_first", 3, 4, False)
+    assert classify_fused_gate_up_layout((2, 3, 8), (2, 4, 3)) == FusedExpertLayout("hidden_first", 3, 4, True)
+    assert classify_fused_gate_up_layout((2, 7, 3), (2, 3, 3)) is None

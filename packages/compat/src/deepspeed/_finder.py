@@ -2,7 +2,8 @@
 
 A module is empty at first: `__getattr__` looks a name up in its rows when it is first used. Every module has a `__path__`, so
 that `from module import name` of a name without a row, or of a refused one, comes to the finder as "module.name", which raises
-the reason; as an attribute a refused name raises an AttributeError, and `hasattr` is false.
+the reason; as an attribute a refused name raises an AttributeError, and `hasattr` is false. The path is where upstream's files
+would be. Only `accelerator` has some, all empty and never read: programs list the devices by them.
 
 `python -m module` runs the row `main` of a module.
 """
@@ -10,6 +11,7 @@ the reason; as an attribute a refused name raises an AttributeError, and `hasatt
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from functools import partial
@@ -103,7 +105,12 @@ class TableFinder:
         if refused is not None:
             raise missing(UnsupportedImportError, fullname, refused)
         if fullname in SURFACE or (name == "__main__" and "main" in SURFACE.get(home, {})):
-            return ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
+            spec = ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
+            if spec.submodule_search_locations is not None:
+                spec.submodule_search_locations.append(
+                    os.path.join(os.path.dirname(__file__), *fullname.split(".")[1:])
+                )
+            return spec
         undecided = _undecided(home, name) if home in SURFACE else None
         if undecided is not None:
             raise missing(UnsupportedImportError, fullname, undecided)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "tree_map", "unflatten", "used_in_backward"]
+__all__ = ["compilers", "flatten", "is_fake", "transformed", "tree_leaves", "tree_map", "unflatten", "used_in_backward"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,8 @@ import ds_accel
 from deepspeed._ours.base._torch import compilers
 from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from deepspeed._ours.native_ops.builders import BUILDERS
+from deepspeed._ours.native_ops.pinned_memory import get_active_native_pinned_memory as native_pins
+from deepspeed._ours.native_ops.pinned_memory import track_pinned_memory
 from ds_accel import Accelerator
 from ds_accel.detection import facts_of
 
@@ -140,6 +142,10 @@ class FacadeAccelerator:
             align_bytes: Ignored: every allocation is aligned to a page.
         """
         del align_bytes
+        if self.ours.facts.pinned or native_pins():
+            track_pinned_memory(tensor.nbytes)
+        if pins := native_pins():
+            return pins.pin(tensor, make_copy, match_shape)
         pinned = tensor.contiguous().pin_memory() if self.ours.facts.pinned else tensor
         if not make_copy and pinned is tensor:
             pinned = torch.empty_like(tensor)
@@ -153,7 +159,11 @@ class FacadeAccelerator:
         """
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty gives memory of the host, not of {device}: leave out device=")
-        return torch.empty(*size, dtype=dtype, pin_memory=self.ours.facts.pinned)
+        pins = native_pins()
+        empty = torch.empty(*size, dtype=dtype, pin_memory=self.ours.facts.pinned and not pins)
+        if self.ours.facts.pinned or pins:
+            track_pinned_memory(empty.nbytes)
+        return pins.pin_empty(empty, empty.shape) if pins else empty
 
     def pin_empty_like(
         self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
@@ -161,11 +171,15 @@ class FacadeAccelerator:
         """Return pinned memory of the shape of `tensor`, and of its format unless `dtype` is given."""
         return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
-    unpin_memory = answers(None, "Do nothing: pinned memory is freed with its last tensor.")
+    def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
+        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`; nothing otherwise: it is freed with its last tensor."""
+        pins = native_pins()
+        return pins.unpin(tensor) if pins else None
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it is."""
-        return tensor.is_pinned() if self.ours.facts.pinned else False
+        pins = native_pins()
+        return bool((pins and pins.is_pinned(tensor)) or (self.ours.facts.pinned and tensor.is_pinned()))
 
     # ---- profiling, building
 

@@ -17,6 +17,7 @@ from deepspeed._ours.base._torch import flatten, unflatten
 from deepspeed._ours.base.forwarding import method
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.native_ops.aio_handles import functions as file_functions
+from deepspeed._ours.native_ops.pinned_memory import pin_functions
 from ds_ops.apply_update import update
 from ds_ops.update_rules import (
     AdamHyper,
@@ -200,6 +201,7 @@ _OPS: Mapping[str, str] = dict(
 """Upstream's operations by the beginnings of their builders' names."""
 _FUNCTIONS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "async_io": file_functions, "cpu_adagrad": _cpu_adagrad, "cpu_adam": _cpu_adam, "cpu_lion": _cpu_lion, "fused_adam": _fused_adam,
+    "pin_memory": pin_functions,
     "utils": lambda: {"flatten": flatten, "unflatten": unflatten, "cast_to_byte_tensor": _bytes},
 }  # fmt: skip
 """What those that are here load."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,6 +48,29 @@ def sparse_decode(expert_output: Tensor, slots: Sequence[Tensor], gates: Sequenc
         rows = expert_output[slot.clamp_min(0)] * (slot >= 0).unsqueeze(-1)
         out = out + gate.to(rows.dtype).unsqueeze(-1) * rows
     return out
+
+
+@dataclass(frozen=True)
+class FusedExpertLayout:
+    """How packed weights of gate and up lie: "gate_up_first" [E, 2F, n], or "hidden_first" [E, n, 2F], which `needs_transpose`."""
+
+    layout: str
+    hidden_size: int
+    ffn_hidden_size: int
+    needs_transpose: bool
+
+
+def classify_fused_gate_up_layout(w1_shape: Sequence[int], w2_shape: Sequence[int]) -> FusedExpertLayout | None:
+    """Tell the layout of packed experts by the shapes of gate and up, and of down; None where they do not fit each other."""
+    if (len(w1_shape), len(w2_shape)) != (3, 3):
+        return None
+    first, second = w1_shape[1:]
+    down = tuple(w2_shape[1:])
+    if down == (second, first / 2):
+        return FusedExpertLayout("gate_up_first", second, first // 2, needs_transpose=False)
+    if down == (second / 2, first):
+        return FusedExpertLayout("hidden_first", first, second // 2, needs_transpose=True)
+    return None
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
