@@ -182,6 +182,20 @@ def test_a_run_goes_on_from_its_state() -> None:
         assert apart(module, later) == 0.0
 
 
+def test_groups_of_a_rank_that_trains_nothing_count_steps_as_those_of_others_do() -> None:
+    settings = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+    busy, idle = (ZeroOneAdam([{"params": params}], **settings) for params in ([nn.Parameter(torch.ones(3))], []))
+    for _ in range(5):
+        busy.param_groups[0]["params"][0].grad = torch.ones(3)
+        for optimizer in (busy, idle):
+            optimizer.step()
+        counted = [{k: v for k, v in one.param_groups[0].items() if k != "params"} for one in (busy, idle)]
+        assert counted[0] == counted[1]
+    for optimizer in (busy, idle):
+        optimizer.synchronise()
+        assert optimizer.synchronised
+
+
 @world(2)
 def test_ranks_differ_between_synchronisations_only() -> None:
     module = model()

@@ -281,9 +281,10 @@ _EARLY = {
 }
 
 
+@pytest.mark.parametrize("idle", [False, True])  # whether the second stage trains nothing
 @pytest.mark.parametrize("name", sorted(_EARLY))
 @world(2)
-def test_stages_of_a_1_bit_optimizer_are_saved_with_their_errors(name: str, tmp_path: Path) -> None:
+def test_stages_of_a_1_bit_optimizer_are_saved_with_their_errors(name: str, idle: bool, tmp_path: Path) -> None:
     """Messages of stages have other lengths; and what lies between parameters of a flat shard is in no file."""
     onebit = {"type": name, "params": {"lr": 1e-2} | _EARLY[name]}
     asked = settings(0, optimizer=onebit, gradient_clipping=0.0)
@@ -291,6 +292,8 @@ def test_stages_of_a_1_bit_optimizer_are_saved_with_their_errors(name: str, tmp_
     def begin() -> Any:
         torch.manual_seed(0)
         layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+        for layer in layers[2:] if idle else ():
+            layer.requires_grad_(False)
         return start(PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform"), asked)
 
     def losses(engine: Any, first: int, steps: int) -> list[float]:

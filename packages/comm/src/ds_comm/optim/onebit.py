@@ -143,6 +143,7 @@ class ZeroOneAdam(OneBit):
     Cost: per synchronisation, or step before the freeze, one bit an element. State: 16 bytes an element, and errors.
     """
 
+    counts_steps: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "moved", "start")
 
     _settings = _ZeroOneSettings
@@ -164,7 +165,7 @@ class ZeroOneAdam(OneBit):
         Before a save or a comparison. The steps that follow are those of a run that synchronised here, too.
         """
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if params and not self.synchronised:
+        if not self.synchronised:
             self._synchronise(params)
 
     def _step(self, params: Sequence[Tensor]) -> None:

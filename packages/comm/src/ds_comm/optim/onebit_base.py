@@ -68,6 +68,7 @@ class OneBit(Optimizer):
 
     owns_reduction: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    counts_steps: ClassVar[bool] = False  # in the groups, of a rank that trains nothing too, so that all save the same
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _settings: ClassVar[type[Any]] = OneBitSettings
 
@@ -136,7 +137,7 @@ class OneBit(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if params:
+        if params or self.counts_steps:
             self._ensure_state(params)
             self._step(params)
         return loss
@@ -160,6 +161,8 @@ class OneBit(Optimizer):
 
     def _exact_mean(self, tensors: Sequence[Tensor], unit: str) -> None:
         """Replace the tensors by their means over the group."""
+        if not tensors:
+            return
         flat = _flat(tensors)
         all_reduce(flat, group=self._group, unit=unit)
         _unflat(flat.div_(self._group.size), tensors)
@@ -169,6 +172,8 @@ class OneBit(Optimizer):
 
         Uses and updates the error feedback of `unit`.
         """
+        if not tensors:
+            return
         flat, unit_of = _flat(tensors), _flat(denominators)
         flat.div_(unit_of)
         if unit not in self._errors or self._errors[unit].numel != flat.numel():
@@ -197,9 +202,7 @@ class OneBit(Optimizer):
         """Yield each parameter group with its members that are among `params`."""
         chosen = {id(p) for p in params}
         for group in self.param_groups:
-            members = [p for p in group["params"] if id(p) in chosen]
-            if members:
-                yield group, members
+            yield group, [p for p in group["params"] if id(p) in chosen]
 
 
 def _denominator(variance: Tensor, correction: float, eps: float, inside: bool = False) -> Tensor:

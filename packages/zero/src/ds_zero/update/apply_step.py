@@ -129,6 +129,8 @@ def apply(
         else:
             scaled = any(scales_before_cast(unit) if unit.gradients.leaves else first for unit in batch)
             _update({unit: gone[unit] for unit in batch}, 1.0 if scaled else factor, updater)
+    if not due.units:
+        updater.update({}, 1.0)  # optimizers that count steps in their groups count those of a rank that trains nothing
     updater.finish()
     if state.fills_gaps:
         state.clear_gaps(due.units)
