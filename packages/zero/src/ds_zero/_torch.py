@@ -67,7 +67,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def accumulates(params: Iterable[Tensor]) -> bool:
-    """Whether the backward that this thread is in adds to `grad` of some parameter; `torch.autograd.grad` does not. Cost: a few us a parameter."""
+    """Whether the backward that this thread is in adds to `grad` of some parameter. Cost: a few us a parameter.
+
+    `torch.autograd.grad` does not, nor do transforms of functions (torch.func.grad), inside of which a parameter has no node.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
     try:
         with without_torch_function():
             return any(torch._C._will_engine_execute_node(_graph.get_gradient_edge(param).node) for param in params)
