@@ -1,6 +1,7 @@
 """Upstream's functions of one parameter in the universal layout, and the flags of its converter."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ from deepspeed.checkpoint.ds_to_universal import (
     merge_tp_slices,
     parse_arguments,
 )
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
+from deepspeed.checkpoint.universal_checkpoint import (
+    SubparamShape,
+    enable_universal_checkpoint,
+    load_hp_checkpoint_state,
+)
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -86,6 +91,67 @@ def test_what_cannot_be_said_is_a_value_error():
     assert isinstance(caught.value, UnsupportedError)
     with pytest.raises(UnsupportedError, match="a single parameter"):
         load_hp_checkpoint_state(None, "zero/w", 0, 1)
+
+
+class _Mapping:
+    """What upstream's optimizers put on a parameter."""
+
+    def __init__(self, start, values):
+        self.lp_fragment_address = SimpleNamespace(start=start, numel=values.numel())
+        self.get_hp_fragment = lambda: values
+
+
+def _stored(folder, whole, **entries):
+    for state, factor in (("fp32", 1), ("exp_avg", 2)):
+        torch.save({"param": whole * factor, **entries}, folder / f"{state}.pt")
+    torch.save(torch.tensor(7.0), folder / "step.pt")
+
+
+@pytest.mark.parametrize(
+    ("told", "entries", "shape", "rows"),
+    [
+        ({"partition_dim": 0, "logical_shape": (7, 2), "partition_sizes": (3, 4)}, {}, (4, 2), [3, 4, 5, 6]),
+        ({"partition_dim": 0, "logical_shape": (7, 2), "sub_param_sizes": (4, 3), "universal_checkpoint_version": 0.4,
+          "sub_param_shard_widths": [[1, 3], [2, 1]]}, {}, (4, 2), [1, 2, 3, 6]),
+        ({"replicated": True}, {}, (7, 2), [0, 1, 2, 3, 4, 5, 6]),
+        (None, {"vocab_tensor": True}, (4, 2), [4, 5, 6, None]),
+        (None, {}, (7, 2), [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)  # fmt: skip
+def test_a_parameter_loads_its_fragment(tmp_path, told, entries, shape, rows):
+    whole = torch.arange(14.0).view(7, 2)
+    expected = torch.cat([whole.new_zeros(1, 2) if row is None else whole[row : row + 1] for row in rows]).flatten()
+    param = torch.nn.Parameter(torch.zeros(shape))
+    fragment = torch.zeros(expected.numel() - 3)
+    param._hp_mapping = _Mapping(3, fragment)
+    param.ds_autotp_universal_checkpoint_meta = told
+    enable_universal_checkpoint([param])
+    _stored(tmp_path, whole, **entries)
+    assert param.load_hp_checkpoint_state(str(tmp_path), 1, 2) == 7.0
+    assert torch.equal(fragment, expected[3:])
+    assert torch.equal(param._hp_mapping.optim_fragment["exp_avg"], 2 * expected[3:])
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"partition_dim": 0, "logical_shape": (7, 2)}, "records no partition_sizes"),
+        ({"partition_dim": 0, "logical_shape": (7, 2), "sub_param_sizes": (4, 3)}, "records no sub_param_shard_widths"),
+        ({"partition_dim": 0, "logical_shape": (7, 2), "sub_param_sizes": (4, 3), "universal_checkpoint_version": 0.4,
+          "sub_param_shard_widths": [[1, 3], [1, 1]]}, "parts of"),
+        ({"replicated": True}, "begins at 12"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_does_not_fit_is_refused(tmp_path, told, message):
+    param = torch.nn.Parameter(torch.zeros(4, 2))
+    param._hp_mapping = _Mapping(12, torch.zeros(8))
+    param.ds_autotp_universal_checkpoint_meta = told
+    _stored(tmp_path, torch.arange(14.0).view(7, 2))
+    with pytest.raises(AssertionError, match=message):
+        load_hp_checkpoint_state(param, str(tmp_path), 0, 2)
+    param.ds_autotp_universal_checkpoint_meta = {"conversion": {"unsupported_reason": "blocks are interleaved"}}
+    with pytest.raises(RuntimeError, match="interleaved"):
+        load_hp_checkpoint_state(param, str(tmp_path), 0, 2)
 
 
 def _two_ranks(folder, info, dim):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,127 @@ def restored_cut(param: Any) -> Any:
     return getattr(param, "ds_autotp_universal_checkpoint_meta", None)
 
 
-def load_hp_checkpoint_state(*args: Any, **options: Any) -> Any:
-    """Refuse: a single parameter is not loaded, `engine.load_checkpoint` loads universal checkpoints as a whole.
+def narrow_sub_params(
+    full_view: Tensor, partition_dim: int, sub_dim_sizes: Sequence[int],
+    shard_widths: Sequence[Sequence[int]] | None, tp_rank: int, tp_world_size: int, uc_version: float,
+) -> Tensor:  # fmt: skip
+    """Cut a rank's stretch of each of the parts of a dim, and lay them end to end, flat.
+
+    Args:
+        shard_widths: Of each part, what each rank has. Layouts before 0.4 do not say it: there parts are cut evenly.
+    Raises:
+        CheckpointError: parts or stretches that are not all of the dim, or cannot be even ("compat-files"); an AssertionError, too.
+    """
+    if uc_version < 0.4:
+        shard_widths = [_even(size, tp_world_size, "sub_param_shard_widths") for size in sub_dim_sizes]
+    widths = shard_widths or []
+    tiles = [sum(part) for part in widths] == list(sub_dim_sizes) and sum(sub_dim_sizes) == full_view.shape[
+        partition_dim
+    ]
+    if not tiles or any(len(part) != tp_world_size for part in widths):
+        raise refused("parts-tile", list(sub_dim_sizes), shard_widths, full_view.shape[partition_dim], tp_world_size)
+    parts = full_view.split(list(sub_dim_sizes), partition_dim)
+    mine = [part.split(list(width), partition_dim)[tp_rank] for part, width in zip(parts, widths, strict=True)]
+    return torch.cat(mine, partition_dim).flatten()
+
+
+def _even(size: int, ranks: int, unsaid: str) -> list[int]:
+    if size % ranks:
+        raise refused("part-uneven", size, ranks, unsaid)
+    return [size // ranks] * ranks
+
+
+def cut_as_told(
+    current_param: Any, ckpt_dict: Mapping[str, Any], full_hp_param: Tensor, tp_rank: int, tp_world_size: int, state_key:
+    str = "fp32",
+) -> Tensor | None:  # fmt: skip
+    """Cut a rank's part of a whole tensor, flat, as the parameter says it is cut; None where it does not say.
 
     Raises:
-        UnsupportedError: always ("compat-argument").
+        CheckpointError: it says that it cannot be restored, or what it says does not fit ("compat-files").
     """
-    raise not_supported(
-        "the state of a single parameter was to be loaded from a universal checkpoint",
-        "Call engine.load_checkpoint with `checkpoint.load_universal`, which cuts every tensor for this rank.",
-    )
+    del ckpt_dict, state_key
+    told = restored_cut(current_param) or {}
+    conversion = told.get("conversion") or {}
+    if why := conversion.get("unsupported_reason") or ("affine_map" in conversion and "it is cut by an affine map"):
+        raise refused("cut-unknown", why)
+    if told.get("replicated"):
+        return full_hp_param.flatten()
+    dim, shape = told.get("partition_dim"), told.get("logical_shape")
+    if dim is None or shape is None:
+        return None
+    whole, sizes, several = full_hp_param.view(shape), told.get("sub_param_sizes"), told.get("sub_param_shape")
+    if sizes is None and several is not None:
+        dim = getattr(several, "partition_dim", dim)
+        sizes = getattr(several, "shape", several)[dim]
+    if sizes is not None:
+        sizes, version = [sizes] if isinstance(sizes, int) else sizes, told.get("universal_checkpoint_version", 0.0)
+        return narrow_sub_params(whole, dim, sizes, told.get("sub_param_shard_widths"), tp_rank, tp_world_size, version)
+    widths = told.get("partition_sizes") or _even(whole.shape[dim], tp_world_size, "partition_sizes")
+    return whole.split(list(widths), dim)[tp_rank].flatten()
+
+
+def _cut_as_joined(stored: Mapping[str, Any], param: Tensor, rank: int, ranks: int) -> Tensor:
+    """Cut a rank's part of a whole tensor, flat, as its file says that it was joined. Of the parameter's shape it is whole on every rank."""
+    whole: Tensor = stored["param"]
+    if whole.shape == param.shape:
+        return whole.flatten()
+    if stored.get("vocab_tensor") and len(whole) < len(param) * ranks:
+        whole = torch.cat([whole, whole.new_zeros(len(param) * ranks - len(whole), *whole.shape[1:])])
+    dim, parts = stored.get("cat_dim", 0), stored.get("param_n_sub_params", 1)
+    if several := stored.get("sub_param_shape"):
+        dim, sizes = several.partition_dim, several.shape[several.partition_dim]
+        whole = whole.view([sum(size) if isinstance(size, Sequence) else size for size in several.shape])
+        sizes = sizes if isinstance(sizes, Sequence) else [sizes]
+    else:
+        sizes = [whole.shape[dim] // parts] * parts
+    return narrow_sub_params(whole, dim, sizes, None, rank, ranks, 0.0)
+
+
+@torch.no_grad()
+def load_hp_checkpoint_state(
+    self: Any, folder: str, tp_rank: int, tp_world_size: int, ep_rank: int = 0, ep_size: int = 1
+) -> Any:
+    """Load this rank's fragment of one parameter from its folder of a universal checkpoint. `step` is returned.
+
+    Args:
+        self: A parameter of a program's own optimizer, with upstream's `_hp_mapping`: `get_hp_fragment()`, `lp_fragment_address` and
+            `optim_fragment`, which gets the states.
+    Raises:
+        UnsupportedError: a parameter of ours, which `engine.load_checkpoint` loads; experts on several ranks ("compat-argument").
+        CheckpointError: what is stored does not fit the parameter ("compat-files").
+    """
+    mapping = getattr(self, "_hp_mapping", None)
+    if mapping is None:
+        raise not_supported(
+            "the state of a single parameter was to be loaded from a universal checkpoint",
+            "Call engine.load_checkpoint with `checkpoint.load_universal`, which cuts every tensor for this rank.",
+        )
+    mapping.optim_fragment, step, address = {}, None, mapping.lp_fragment_address
+    for path in sorted(Path(folder).glob("*.pt")):
+        stored = load_pt(path)
+        if path.stem == "step":
+            step = stored
+            continue
+        if stored.get("is_expert_param") and ep_size > 1:
+            raise not_supported(
+                f"{folder} has experts, of which rank {ep_rank} of {ep_size} was to load its own",
+                "Call engine.load_checkpoint with `checkpoint.load_universal`.",
+            )
+        part = cut_as_told(self, stored, stored["param"], tp_rank, tp_world_size, path.stem)
+        if part is None:
+            part = _cut_as_joined(stored, self, tp_rank, tp_world_size)
+        if address.start + address.numel > part.numel():
+            raise refused("fragment-size", path, part.numel(), address.start, address.numel)
+        fragment = part[address.start : address.start + address.numel]
+        if path.stem == "fp32":
+            mapping.get_hp_fragment().copy_(fragment)
+        else:
+            mapping.optim_fragment[path.stem] = fragment.clone()
+    return step
+
+
+def enable_universal_checkpoint(param_list: Iterable[Any]) -> None:
+    """Let each parameter load itself: `param.load_hp_checkpoint_state(folder, tp_rank, tp_world_size)`."""
+    for param in param_list:
+        param.load_hp_checkpoint_state = partial(load_hp_checkpoint_state, param)

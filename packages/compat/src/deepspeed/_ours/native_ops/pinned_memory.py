@@ -113,9 +113,6 @@ class NativePinnedMemory:
         return bool(freed)
 
 
-_shared_native_pins: NativePinnedMemory | None = None
-
-
 def get_native_pinned_memory() -> NativePinnedMemory:
     """Return the one of this process, where `deepspeed.utils.pin_memory` keeps it: programs start it anew there."""
     home: Any = import_module("deepspeed.utils.pin_memory")
