@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_zero.runtime.gather_order import GatherOrder, ReduceOrder
+from ds_zero.runtime.gather_order import GatherOrder, GatherOrders, ReduceOrder, Retention
 
 
 def run(order, needs):
@@ -130,3 +130,57 @@ def test_units_that_every_rank_has_take_no_turn() -> None:
     order.skip = frozenset()
     order.begin()
     assert order.finish() == [0, 1, 2]
+
+
+def test_a_forward_of_several_modules_contains_the_orders_of_all():
+    orders = GatherOrders([2, 1, 0], 0, [10] * 3)
+    for name, sequence in {"": [0, 1, 2], "a": [0, 1], "b": [1, 2]}.items():
+        orders.add(name, sequence)
+    assert orders.forward(["a"]) is orders.forwards["a"]
+    assert orders.forward(["b", "a"]).sequence == (1, 2, 0)
+    orders.ahead = 15
+    orders.skip(frozenset({1}))
+    for order in orders:
+        order.begin()
+    assert [(order.ahead, order.sequence) for order in orders] == [(15, (0, 2)), (15, (0,)), (15, (2,)), (15, (2, 0))]
+
+
+def test_forwards_are_known_when_each_unit_is_needed_once():
+    orders = GatherOrders([1, 0], 0, [10] * 2)
+    orders.add("", [0, 1])
+    assert not orders.adopt({"backward": None, "forward ": None})
+    assert not orders.adopt({"backward": [1, 0], "forward ": [1, 0, 1]})
+    assert orders.adopt({"backward": None, "forward ": [1, 0]})
+    assert orders.forwards[""].sequence == (1, 0)
+
+
+def test_units_stay_until_the_phase_ends_or_the_update():
+    stays = Retention()
+    stays.share(0)
+    stays.until_phase_ends.add(1)
+    stays.kept = frozenset({2})
+    assert [stays.holds(unit) for unit in range(4)] == [True, True, True, False]
+    assert [stays.outlasts_phase(unit) for unit in range(4)] == [True, False, True, False]
+    assert stays.end_phase() == {1}
+    assert stays.updated() == {0, 2}
+    assert [stays.holds(unit) for unit in range(4)] == [False, False, True, False]
+    assert stays.shared == {0}
+
+
+def test_a_backward_retains_what_forwards_needed_several_times():
+    stays = Retention()
+    stays.forward_ended([0, 1, 0], has_graph=False)
+    stays.begin_backward(keeps_graph=False)
+    assert stays.end_phase() == {0}
+    stays.end_backward()
+    stays.forward_ended([1, 2], has_graph=True)
+    stays.forward_ended([2], has_graph=True)
+    stays.begin_backward(keeps_graph=True)
+    assert stays.end_phase() == {0}  # one path on all ranks: each use in a forward of its own has its turn
+    stays.paths_differ()
+    stays.end_backward()  # whose graph is kept for another backward
+    stays.begin_backward(keeps_graph=False)
+    assert stays.end_phase() == {0, 2}
+    stays.updated()
+    stays.begin_backward(keeps_graph=False)
+    assert stays.end_phase() == set()

@@ -144,12 +144,12 @@ class Graphs:
 
     def run_ahead(self, numel: int) -> None:
         """Set how many elements are prefetched before a graph needs them."""
-        self._gathering.ahead = numel
+        self._gathering.orders.ahead = numel
 
     @property
     def ahead_numel(self) -> int:
         """Elements gathered before they are asked for."""
-        return self._gathering.ahead
+        return self._gathering.orders.ahead
 
     def in_flight(self, nbytes: int) -> int:
         """Set how many bytes of gradients may be in unfinished reductions; returns how many it were."""

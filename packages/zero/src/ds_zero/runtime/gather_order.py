@@ -1,4 +1,4 @@
-"""In which order the ranks gather and reduce, alike on all of them whatever path each took. Pure; no torch.
+"""In which order the ranks gather and reduce, alike on all of them whatever path each took, and how long a gathered unit stays. Pure; no torch.
 
 A *phase* is one forward or one backward. In a phase every rank takes part in the collectives of the same *sequence* of units, in that
 order, exactly once each. A rank may run ahead (prefetch) or lag, never reorder, never leave one out: a unit it does not need itself is
@@ -13,9 +13,10 @@ same, because other ranks cannot know what this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-__all__ = ["Arrivals", "GatherOrder", "ReduceOrder", "merge_orders"]
+__all__ = ["Arrivals", "GatherOrder", "GatherOrders", "ReduceOrder", "Retention", "merge_orders"]
 
 
 def merge_orders(recorded: Sequence[Sequence[int]]) -> list[int] | None:
@@ -132,6 +133,151 @@ class GatherOrder:
     def _take(self, unit: int) -> None:
         self._waiting[unit] -= 1
         self._ahead_numel -= self.numels[unit]
+
+
+class GatherOrders:
+    """The orders of one model's phases: of forwards by the module that they begin with, and of the backward.
+
+    Args:
+        backward: Unit numbers, in the order in which a backward is expected to need them.
+        ahead: Elements gathered before they are needed.
+        numels: Elements of each unit, by unit number.
+    """
+
+    def __init__(self, backward: Sequence[int], ahead: int, numels: Sequence[int]) -> None:
+        self._ahead, self._numels = ahead, numels
+        self.forwards: dict[str, GatherOrder] = {}
+        self.backward = self._of(backward)
+
+    def _of(self, sequence: Sequence[int]) -> GatherOrder:
+        return GatherOrder(sequence, self._ahead, self._numels)
+
+    def __iter__(self) -> Iterator[GatherOrder]:
+        yield from self.forwards.values()
+        yield self.backward
+
+    def add(self, module: str, sequence: Sequence[int]) -> None:
+        """Add the order of forwards that begin with `module`, which a model that was attached before has."""
+        self.forwards.setdefault(module, self._of(sequence))
+
+    def forward(self, modules: Sequence[str]) -> GatherOrder:
+        """Return the order of a forward that begins with one of `modules`, on each rank with another."""
+        if len(modules) == 1:
+            return self.forwards[modules[0]]
+        numbers = [number for module in modules for number in self.forwards[module].sequence]
+        return self._of(list(dict.fromkeys(numbers)))
+
+    @property
+    def ahead(self) -> int:
+        """Elements gathered before they are needed."""
+        return self._ahead
+
+    @ahead.setter
+    def ahead(self, numel: int) -> None:
+        self._ahead = numel
+        for order in self:
+            order.ahead = numel
+
+    def skip(self, units: frozenset[int]) -> None:
+        """Leave `units` out in the phases that begin from now on: every rank has them. The same on every rank."""
+        for order in self:
+            order.skip = units
+
+    def _by_name(self) -> dict[str, GatherOrder]:
+        return {"backward": self.backward} | {f"forward {module}": order for module, order in self.forwards.items()}
+
+    @property
+    def observed(self) -> dict[str, list[int]]:
+        """The units of the last phases, for the ranks to compare."""
+        return {name: order.recorded for name, order in self._by_name().items()}
+
+    def adopt(self, observed: Mapping[str, Sequence[int] | None]) -> bool:
+        """Follow what was `observed` from now on; None: go on as before. The same on every rank.
+
+        Returns:
+            Whether forwards are known, and need each unit once.
+        """
+        for name, order in self._by_name().items():
+            if (recorded := observed[name]) is not None:
+                order.adopt(recorded)
+        followed = [observed[f"forward {module}"] for module in self.forwards]
+        return all(one is not None and len(set(one)) == len(one) for one in followed)
+
+
+class Retention:
+    """How long units that are released between uses stay gathered after one.
+
+    Attributes:
+        shared: Units that were used outside their modules.
+        until_update: Units in graphs of which no hook sees the end: they stay until the update, which makes those graphs unusable.
+        until_phase_ends: Units that are needed once more in this phase, or may be on another rank.
+        kept: Units that all ranks keep from their first use until the update.
+        strays: Units that nobody released who used them: calls that were interrupted, accesses that make no graph.
+    """
+
+    def __init__(self) -> None:
+        self.shared: set[int] = set()
+        self.until_update: set[int] = set()
+        self.until_phase_ends: set[int] = set()
+        self.kept: frozenset[int] = frozenset()
+        self.strays: set[int] = set()
+        self._several: set[int] = set()  # needed more than once in a forward since the update
+        self._uses: Counter[int] = Counter()  # in the forwards whose graph a backward may go through
+        self._paths_differ = self._keeps_graph = False
+
+    def outlasts_phase(self, unit: int) -> bool:
+        """Whether a unit stays gathered until the update."""
+        return unit in self.until_update or unit in self.kept
+
+    def holds(self, unit: int) -> bool:
+        """Whether a unit stays gathered now, whoever has used it."""
+        return unit in self.until_update or unit in self.kept or unit in self.until_phase_ends
+
+    def share(self, unit: int) -> None:
+        """Mark a unit as used outside its module: in every graph from now on."""
+        self.shared.add(unit)
+        self.until_update.add(unit)
+
+    def forward_ended(self, recorded: Sequence[int], *, has_graph: bool) -> None:
+        """Note the uses of a forward.
+
+        Args:
+            recorded: The units that were used, in order.
+            has_graph: Whether a backward may go through it.
+        """
+        uses = Counter(recorded)
+        self._several.update(unit for unit, times in uses.items() if times > 1)
+        if has_graph:
+            self._uses.update(uses)
+
+    def paths_differ(self) -> None:
+        """Note that ranks took other paths through a forward since the update."""
+        self._paths_differ = True
+
+    def begin_backward(self, *, keeps_graph: bool) -> None:
+        """Retain what the backward may need more than once, as often as others may: nobody waits for rounds beside reductions."""
+        self.until_phase_ends |= self._several
+        if self._paths_differ:  # also of several forwards that one loss is made of
+            self.until_phase_ends.update(unit for unit, times in self._uses.items() if times > 1)
+        self._keeps_graph = keeps_graph
+
+    def end_backward(self) -> None:
+        """Forget the forwards whose graph is gone."""
+        if not self._keeps_graph:
+            self._uses.clear()
+
+    def end_phase(self) -> set[int]:
+        """Return the units that stayed until the end of the phase, which they need not outlast."""
+        units, self.until_phase_ends = self.until_phase_ends, set()
+        return units
+
+    def updated(self) -> set[int]:
+        """Return the units that stayed until the update: no earlier graph is usable."""
+        units, self.until_update = self.until_update | self.kept, set()
+        self._paths_differ = False
+        self._several.clear()
+        self._uses.clear()
+        return units
 
 
 class ReduceOrder:

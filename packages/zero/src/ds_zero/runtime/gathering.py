@@ -14,7 +14,6 @@ about 1 % of the time of a small transformer layer on a CPU.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, keeps_graph, outside_transforms, running_modules, uncaptured
 from ds_zero.runtime.forward_backward import Backward, ForwardCall, OpenCall, OpenCalls, has_memory
 from ds_zero.runtime.gather_agreement import GatherAgreement
-from ds_zero.runtime.gather_order import Arrivals, GatherOrder
+from ds_zero.runtime.gather_order import Arrivals, GatherOrder, GatherOrders, Retention
 from ds_zero.runtime.init_shards import Copier
 from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.unit import Full, Unit
@@ -67,33 +66,23 @@ class Gathering(AccessHandler):
         self._where = {id(p): (i, member) for i, u in enumerate(units) for member, p in enumerate(u.params)}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._depth = 0
-        self._ahead = ahead_numel
-        self._order = partial(GatherOrder, ahead=ahead_numel, numels=[u.layout.numel for u in units])
-        self._forwards: dict[str, GatherOrder] = {}
+        self.orders = GatherOrders(self.released[::-1], ahead_numel, [u.layout.numel for u in units])
+        self._stays = Retention()
         self._forward: GatherOrder | None = None
         self._interrupted: GatherOrder | None = None  # of a forward that Ctrl-C ended
         self._open = OpenCalls()
-        self._backward = self._order(self.released[::-1])
         # Gradients flow through a frozen unit only if something before it is trained, or in its module.
         trained = [i for i, u in enumerate(self.units) if u.spec.trained]
         around = {name for i in trained for name in _modules_around(self.units[i].spec.module)}
         before = self.released if not trained else [n for n in self.released if n < trained[0]]
         self.idle = {n for n in before if self.units[n].spec.module not in around}
         self.calls: list[set[ForwardCall]] = [set() for _ in units]
-        self._sticky: set[int] = set()
-        self._shared: set[int] = set()
-        self._strays: set[int] = set()
-        self._repeated: set[int] = set()  # stay until the end of this phase
         self._guarded: set[int] = set()  # of those that stay in a forward, between uses
-        self._several: set[int] = set()  # needed more than once in a forward since the update
-        self._uses: Counter[int] = Counter()  # in the forwards whose graph a backward may go through
-        self._apart = self._keeps_graph = False  # ranks took other paths since the update
         self.rounds = True
         self._warned = self._awaits_backward = False
         self._records = (
             False  # whether the forward that runs makes a graph, whatever parts of it that are checkpointed do
         )
-        self._persistent: frozenset[int] = frozenset()
         self._agreement: GatherAgreement | None = None
 
     # ---- hooks come and go
@@ -111,7 +100,7 @@ class Gathering(AccessHandler):
         for name, numbers in of_module.items():
             module = modules[name]
             below = [n for n in self.released if f"{self.units[n].spec.module}.".startswith(name and f"{name}.")]
-            self._forwards.setdefault(name, self._order(below))
+            self.orders.add(name, below)
             pickled = partial(self._refuse_pickle, name, tuple(numbers))
             hooks = self._forward_hooks(module, name, tuple(numbers))
             pre, post = (self.hooked(uncaptured(hook, pickled)) for hook in hooks)
@@ -149,9 +138,9 @@ class Gathering(AccessHandler):
             return False
         self.gather(number, order)
         if torch.is_grad_enabled() or (order is self._forward and self._records):
-            self._share(number)
+            self._stays.share(number)
         else:
-            self._strays.add(number)
+            self._stays.strays.add(number)
         return True
 
     def _is_called(self, param: Parameter) -> bool:
@@ -193,11 +182,6 @@ class Gathering(AccessHandler):
                 fix="Pickle it inside `with GatheredParameters(model.parameters())`, or save the engine's state: full_state_dict(), save_16bit_model().",
             )
 
-    def _share(self, number: int) -> None:
-        """Mark a unit as used outside its module: never released during a phase (see the note on persistent units)."""
-        self._shared.add(number)
-        self._sticky.add(number)
-
     # ---- forward
 
     def _forward_hooks(
@@ -214,7 +198,7 @@ class Gathering(AccessHandler):
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
                 for number in numbers:
-                    self.gather(number, self._backward)
+                    self.gather(number, self.orders.backward)
             else:
                 order = self._enter(name, call)
                 for number in numbers:
@@ -236,8 +220,8 @@ class Gathering(AccessHandler):
                     call.watched.guard(output)
                 if not call.counted:
                     return
-                if self._records and self._shared:
-                    self._sticky.update(self._shared.intersection(numbers))
+                if self._records and self._stays.shared:
+                    self._stays.until_update.update(self._stays.shared.intersection(numbers))
                 for number in numbers:
                     self.running[number] -= 1
                     self.put_back(number)
@@ -266,10 +250,7 @@ class Gathering(AccessHandler):
         """Return the order of a phase that begins with the forward of module `name`; of those that the ranks call, where they differ."""
         with outside_transforms():
             names = [name] if not name or self._agreement is None else self._agreement.modules_of_phase(name)
-        if len(names) == 1:
-            return self._forwards[name]
-        numbers = [number for one in names for number in self._forwards[one].sequence]
-        return self._order(list(dict.fromkeys(numbers)))
+        return self.orders.forward(names)
 
     def _drop_ended(self) -> None:
         """Close the calls that Ctrl-C ended: their forward hooks did not run, and the phase is not over for the other ranks."""
@@ -282,7 +263,7 @@ class Gathering(AccessHandler):
             if not call.counted:
                 continue
             self._depth -= 1
-            self._strays.update(call.numbers)
+            self._stays.strays.update(call.numbers)
             for number in call.numbers:
                 self.running[number] -= 1
         if calls and self._depth == 0 and self._forward is not None:
@@ -297,9 +278,9 @@ class Gathering(AccessHandler):
                 self._put_back_strays()
 
     def _put_back_strays(self) -> None:
-        for number in self._strays:
+        for number in self._stays.strays:
             self.put_back(number)
-        self._strays.clear()
+        self._stays.strays.clear()
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -324,24 +305,12 @@ class Gathering(AccessHandler):
             self._drop_ended()
             return self._forward
         self._in_backward.enter()
-        return self._backward
+        return self.orders.backward
 
     def keep(self, numbers: Collection[int]) -> None:
         """Keep units gathered from their first use in a step until the update. The same on every rank, between steps."""
-        self._persistent = frozenset(numbers)
-        for order in (*self._forwards.values(), self._backward):
-            order.skip = frozenset()
-
-    @property
-    def ahead(self) -> int:
-        """Elements gathered before they are needed."""
-        return self._ahead
-
-    @ahead.setter
-    def ahead(self, numel: int) -> None:
-        self._ahead = numel
-        for order in (*self._forwards.values(), self._backward):
-            order.ahead = numel
+        self._stays.kept = frozenset(numbers)
+        self.orders.skip(frozenset())
 
     def gather(self, number: int, order: GatherOrder | None) -> None:
         """Make a unit usable, in the order of a phase where one runs."""
@@ -358,7 +327,7 @@ class Gathering(AccessHandler):
                 order.recorded.append(number)
                 for other in order.rest():
                     self.units[other].start_unshard(again=True)
-                self._repeated.add(number)
+                self._stays.until_phase_ends.add(number)
             if order is not None and order is self._forward and self._has_rounds:
                 self._meet(number)
             else:
@@ -378,7 +347,8 @@ class Gathering(AccessHandler):
             return True
         self._push()
         wanted, over, alike = self._agreement.meet(number, path)
-        self._apart |= over and not alike
+        if over and not alike:
+            self._stays.paths_differ()
         for other in wanted:
             unit, was_released = self.units[other], self.units[other].state is Full.RELEASED
             unit.finish_unneeded()  # of the order, which its ranks have issued before
@@ -396,15 +366,16 @@ class Gathering(AccessHandler):
         """
         if self.running[number]:
             return
-        order = self._forward if graph_task_id() == -1 else self._backward
+        order = self._forward if graph_task_id() == -1 else self.orders.backward
         if order is None or not order.is_waiting(number):
             self._release(number)
-        stays = number in self._sticky or number in self._persistent
-        if order is not None and order is self._forward and not stays and self.units[number].guard():
+        if order is None or order is not self._forward or self._stays.outlasts_phase(number):
+            return
+        if self.units[number].guard():
             self._guarded.add(number)
 
     def _release(self, number: int) -> None:
-        if number not in self._sticky and number not in self._persistent and number not in self._repeated:
+        if not self._stays.holds(number):
             self.units[number].reshard()
 
     def _finish_forward(self) -> None:
@@ -417,14 +388,10 @@ class Gathering(AccessHandler):
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
         if order is not None:
             self._finish(order, rounds=self._has_rounds)
-            uses = Counter(order.recorded)
-            self._several.update(number for number, times in uses.items() if times > 1)
-            if self._records:
-                self._uses.update(uses)
+            self._stays.forward_ended(order.recorded, has_graph=self._records)
         self._put_back_strays()
-        if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
-            for phase in (*self._forwards.values(), self._backward):
-                phase.skip = self._persistent
+        if self._stays.kept and order is self.orders.forwards[""]:  # every rank has them now, and until the update
+            self.orders.skip(self._stays.kept)
 
     def _finish(self, order: GatherOrder, *, rounds: bool) -> None:
         waiting = order.waiting
@@ -437,8 +404,7 @@ class Gathering(AccessHandler):
             self._release(number)
         while rounds and not self._meet(None, order.recorded):
             pass
-        repeated, self._repeated = self._repeated, set()
-        for number in repeated:
+        for number in self._stays.end_phase():
             self._release(number)
         while self._guarded:
             self.units[self._guarded.pop()].unguard()
@@ -455,12 +421,8 @@ class Gathering(AccessHandler):
         """Begin the gather order of the outermost backward."""
         self._drop_ended()
         self._finish_interrupted()
-        self._backward.begin()
-        # How often a unit is used may differ between ranks, and nobody waits for rounds beside reductions: it is gathered once.
-        self._repeated.update(self._several)
-        if self._apart:  # also of several forwards that one loss is made of
-            self._repeated.update(number for number, times in self._uses.items() if times > 1)
-        self._keeps_graph = keeps_graph()
+        self.orders.backward.begin()
+        self._stays.begin_backward(keeps_graph=keeps_graph())
 
     def finish_backward(self) -> None:
         """Finish the gather order of the backward.
@@ -468,21 +430,20 @@ class Gathering(AccessHandler):
         Ranks that took another path may count on all-gathers that were not needed here.
         """
         if self.released:
-            self.idle.difference_update(self._backward.recorded)
-            self._finish(self._backward, rounds=False)
+            self.idle.difference_update(self.orders.backward.recorded)
+            self._finish(self.orders.backward, rounds=False)
 
     def clear_backward(self) -> None:
         """Forget the calls whose backward was under way, and the gradients that arrived in it."""
         self._awaits_backward = False
-        if not self._keeps_graph:
-            self._uses.clear()
+        self._stays.end_backward()
         self.arrivals.clear()
         for calls in self.calls:
             calls.clear()
 
     def release_all(self) -> None:
         """Free all gathered units except those marked persistent."""
-        self._repeated = set()
+        self._stays.end_phase()
         for number in self.released:
             self._release(number)
 
@@ -499,7 +460,7 @@ class Gathering(AccessHandler):
 
     def run_ahead(self) -> None:
         """Start the next gather in order, before anyone here needs it; see the note "two orders" in `sharded_model.py`."""
-        number = self._backward.run_ahead()
+        number = self.orders.backward.run_ahead()
         if number is not None:
             self.units[number].start_unshard(again=True)
         self._push()
@@ -509,14 +470,14 @@ class Gathering(AccessHandler):
         self._in_backward.enter()
         inner = self._in_backward.inner_units
         if torch.is_grad_enabled():  # create_graph: what this backward saves is guarded by nobody
-            self._sticky.update(call.numbers)
+            self._stays.until_update.update(call.numbers)
         for number in call.numbers:
             if call.inputs and call not in self.calls[number]:
                 call.pending = call.inputs
                 self.calls[number].add(call)
             if inner is not None:
                 inner.add(number)
-            self.gather(number, self._backward)
+            self.gather(number, self.orders.backward)
 
     def unpacked(self, numbers: tuple[int, ...], saved: Tensor) -> None:
         """Gather the units whose saved tensors autograd unpacks, if they are not gathered by now (watcher).
@@ -528,18 +489,18 @@ class Gathering(AccessHandler):
             unit = self.units[number]
             if unit.state is not Full.CURRENT and graph_task_id() != -1:
                 self._in_backward.enter()
-                if unit.state is Full.RELEASED and not self._backward.awaits(number) and has_memory(saved):
+                if unit.state is Full.RELEASED and not self.orders.backward.awaits(number) and has_memory(saved):
                     continue
-                self.gather(number, self._backward)
-                self._share(number)
+                self.gather(number, self.orders.backward)
+                self._stays.share(number)
 
     def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
         """Mark units of a module without tensor outputs as persistent: their results leave by another path (watcher)."""
         if graph_task_id() != -1:  # a recomputation that was stopped early
             return
-        self._sticky.update(numbers)
+        self._stays.until_update.update(numbers)
         if output is not None:
-            self._shared.update(numbers)
+            self._stays.shared.update(numbers)
 
     def left(self, call: ForwardCall) -> None:
         """Release the units of a call after the gradients of all its inputs have arrived (watcher)."""
@@ -551,47 +512,33 @@ class Gathering(AccessHandler):
     # ---- between steps
 
     @property
-    def observed_orders(self) -> dict[str, list[int]]:
-        """The orders of the last phases, and under `shared` what left its module; for the ranks to compare."""
-        orders = {f"forward {name}": order.recorded for name, order in self._forwards.items()}
-        return {"backward": self._backward.recorded, **orders}
-
-    @property
     def shared(self) -> list[int]:
         """Units that were used outside their modules."""
-        return sorted(self._shared)
+        return sorted(self._stays.shared)
 
     def adopt(self, orders: Mapping[str, list[int] | None]) -> None:
         """Follow the orders that are there from now on; None: go on as before. The same on every rank.
 
         On a device ranks meet after a forward only where they took other paths, or use a unit more than once: a round waits for the device.
         """
-        phases = {f"forward {name}": order for name, order in self._forwards.items()}
-        for name, order in {**phases, "backward": self._backward}.items():
-            if (recorded := orders[name]) is not None:
-                order.adopt(recorded)
+        once = self.orders.adopt(orders)
         if self._agreement is not None and self._agreement.waits_for_device:
-            followed = [orders[name] for name in phases]
-            self.rounds = any(one is None or len(set(one)) < len(one) for one in followed)
+            self.rounds = not once
 
     def share(self, numbers: set[int], idle: set[int]) -> None:
         """Mark units used outside their modules on some rank, which no backward may expect, nor those that are idle on all of them. The
         same on every rank."""
-        self._shared, self.idle = numbers, idle
-        self._backward.drop(numbers | idle)
+        self._stays.shared, self.idle = numbers, idle
+        self.orders.backward.drop(numbers | idle)
 
     def stepped(self) -> None:
         """Reshard the units that stayed gathered: after an update no earlier graph is usable."""
         self._drop_ended()
         self._finish_interrupted()
         self._awaits_backward = False
-        for number in self._sticky | self._persistent:
+        for number in self._stays.updated():
             self.units[number].reshard()
-        self._sticky, self._apart = set(), False
-        self._several.clear()
-        self._uses.clear()
-        for order in (*self._forwards.values(), self._backward):
-            order.skip = frozenset()
+        self.orders.skip(frozenset())
 
 
 def _modules_around(name: str) -> set[str]:

@@ -125,7 +125,7 @@ class Runtime(Backward):
             return
         self._settled = True
         # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
-        orders = {"reduces": self.reducing.observed_order, **self.gathering.observed_orders}
+        orders = {"reduces": self.reducing.observed_order, **self.gathering.orders.observed}
         summary = {
             "seen": orders,
             "keys": self._keys,
