@@ -15,10 +15,17 @@ from deepspeed.checkpoint.ds_to_universal import (
 )
 from deepspeed.checkpoint.universal_checkpoint import (
     SubparamShape,
+    _resolve_autotp_partition,
     enable_universal_checkpoint,
     load_hp_checkpoint_state,
 )
+from deepspeed.module_inject.layers import (
+    SubParamLinearLayer,
+    Yuan_LinearLayer,
+    collect_autotp_universal_checkpoint_info,
+)
 
+from ds_ckpt.convert.part_joins import PartJoins
 from ds_config.errors import CheckpointError, UnsupportedError
 
 FULL = torch.arange(16.0).view(8, 2)
@@ -186,3 +193,31 @@ def test_injection_does_not_take_the_place_of_what_is_there(tmp_path):
         main(parse_arguments(words))
     main(parse_arguments([*words, "--no_strict"]))
     assert torch.load(tmp_path / "u" / "zero" / "w" / "fp32.pt")["param"].equal(FULL)
+
+
+def test_parts_of_a_fused_layer_join_in_the_order_of_the_whole():
+    whole, bias = torch.arange(24.0).view(12, 2), torch.arange(12.0)
+    parts, biases = [], []
+    for rank in range(2):
+        model = torch.nn.Module()
+        model.qkv = layer = SubParamLinearLayer(torch.nn.Linear(2, 12), shape=((6, 3, 3), -1), name="qkv")
+        layer.weight.data, layer.bias.data = whole.clone(), bias.clone()
+        layer.tp_world_size, layer.tp_index = 2, rank
+        assert layer._freeze_partition_sizes(12) == (7, 5)
+        layer._tp_partition([layer.weight, layer.bias])
+        layer._mark_uc_metadata()
+        parts.append(layer.weight.data)
+        biases.append(layer.bias.data)
+        assert torch.equal(_resolve_autotp_partition(layer.weight, {}, whole, rank, 2), parts[rank].flatten())
+    joins = PartJoins(collect_autotp_universal_checkpoint_info(model), 2)
+    assert torch.equal(joins.join("qkv.weight", parts), whole)
+    assert torch.equal(joins.join("qkv.bias", biases), bias)
+
+
+def test_a_layer_whose_parts_cannot_be_joined_says_so():
+    model = torch.nn.Module()
+    model.proj = Yuan_LinearLayer(torch.nn.Linear(4, 4), name="proj")
+    with pytest.raises(UnsupportedError, match="noncontiguous"):
+        PartJoins(collect_autotp_universal_checkpoint_info(model), 2)
+    with pytest.raises(UnsupportedError, match="noncontiguous"):
+        model.proj.gather_params([model.proj.weight])

@@ -30,6 +30,7 @@ class ShardedLinear(nn.Module):
     Attributes:
         gather_output: A column layer's whole output is put together on every rank.
         split_input: A row layer is given its whole input, and takes its part of it.
+        rank: Whose part it keeps.
     """
 
     gather_output = False
@@ -39,7 +40,7 @@ class ShardedLinear(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter | None, cut: DimShards, group: Group, *, local: bool = False
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.cut, self.group = weight, bias, cut, group
+        self.weight, self.bias, self.cut, self.group, self.rank = weight, bias, cut, group, group.rank
         if not local:
             self.shard_params([weight, bias])
 
@@ -53,7 +54,7 @@ class ShardedLinear(nn.Module):
         for param in params:
             dim = None if param is None else self.sharded_dim(param)
             if param is not None and dim is not None:
-                parts = [param.data.narrow(dim, a, b - a) for a, b in self.cut.stretches(self.group.rank)]
+                parts = [param.data.narrow(dim, a, b - a) for a, b in self.cut.stretches(self.rank)]
                 param.data = torch.cat(parts, dim).contiguous()
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.parallel.cut_metadata import META, conversion_of, metadata
 from deepspeed._ours.parallel.tp_shards import get_shard_size_list
 from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, reduce
@@ -93,17 +94,75 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
         if self.transposed:
             weight.data = weight.data.t().contiguous()
         name, dim = options.get("name"), options.get("partition_dim", type(self).partition_dim)
-        size = weight.shape[dim] * (group.size if skip_partition else 1)
+        size = _whole_shape(weight)[dim] * (group.size if skip_partition else 1)
         parts = self._part_sizes(size, options)
         cut = _cut_of(dim, parts or (size,), group.size, name)
-        self.__dict__.update(_subparam_sizes=parts, name=name)
-        super().__init__(weight, getattr(module, "bias", None), cut, group, local=skip_partition)
-        self.mp_group, self.tp_world_size, self.tp_index = mp_group, group.size, group.rank
+        self.__dict__.update(_subparam_sizes=parts, name=name, _options=options)
+        super().__init__(weight, getattr(module, "bias", None), cut, group, local=skip_partition or group.size == 1)
+        self.mp_group, self.tp_world_size = mp_group, group.size
         self.gather_output = bool(options.get("gather_output", False))
         self.partition_dim = dim
         for param in (self.weight, self.bias):
             if param is not None:
                 self.config_tp_params(param)
+        self._mark_uc_metadata()
+
+    @property
+    def tp_index(self) -> int:
+        """The tensor-parallel rank."""
+        return self.rank
+
+    @tp_index.setter
+    def tp_index(self, rank: int) -> None:
+        self.rank = rank
+
+    @property
+    def _subparam_shard_widths(self) -> list[list[int]] | None:
+        """What each rank has of each of several parts; None for a dim in one part."""
+        widths = [[stop - start for start, stop in part] for part in self.cut.parts]
+        return widths if len(widths) > 1 else None
+
+    @_subparam_shard_widths.setter
+    def _subparam_shard_widths(self, widths: Sequence[Sequence[int]]) -> None:
+        self.cut = _cut_by(self.partition_dim, widths)
+
+    def _freeze_partition_sizes(self, total_size: int) -> tuple[int, ...]:
+        """Cut a dim of so many elements as `tp_shard`'s settings say now. The ranks' widths."""
+        parts = self._part_sizes(total_size, self.__dict__["_options"])
+        self.__dict__["_subparam_sizes"] = parts
+        self.cut = _cut_of(self.partition_dim, parts or (total_size,), self.tp_world_size, self.name)
+        return tuple(map(self.cut.width, range(self.tp_world_size)))
+
+    unsupported: str | None = None
+
+    def _mark_uc_metadata(self) -> None:
+        """Let the parameters say how they are cut (`cut_metadata`)."""
+        widths = self._subparam_shard_widths
+        for param in (self.weight, self.bias):
+            if param is None:
+                continue
+            shape, dim = list(_whole_shape(param)), self.sharded_dim(param)
+            told: dict[str, Any] = {"target_partition_shape": tuple(param.shape), "replicated": dim is None}
+            if dim is not None:
+                shape[dim] = self.cut.size
+                told["partition_dim"] = dim
+                if widths is None:
+                    told["partition_sizes"] = tuple(map(self.cut.width, range(self.tp_world_size)))
+                else:
+                    sizes = tuple(map(sum, widths))
+                    spec = [*(self.__dict__["_options"].get("shape") or shape)] if param.dim() > 1 else [sizes]
+                    spec[dim] = sizes
+                    told |= {"sub_param_sizes": sizes, "sub_param_shape": spec, "sub_param_shard_widths": widths}
+            meta = metadata(
+                partition_type="row" if self.cut.dim else "column", logical_shape=shape, original_shape=shape,
+                output_shape=shape[:1], is_bias=param is self.bias, unsupported_reason=self._why_not_joined(), **told,
+            )  # fmt: skip
+            setattr(param, META, meta)
+
+    def _why_not_joined(self) -> str | None:
+        return self.unsupported or (
+            "its fused weight interleaves or replicates blocks" if self.__dict__["_subparam_sizes"] is None else None
+        )
 
     def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
         """Return the sizes of the parts of the dim; None: it is laid out in another way."""
@@ -126,8 +185,8 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
         super().shard_params(params)
 
     def _check_parts(self) -> None:
-        if self.__dict__["_subparam_sizes"] is None:
-            raise refused("interleaved-parts", self.name)
+        if why := self._why_not_joined():
+            raise refused("interleaved-parts", self.name, why)
 
     def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
         """Keep this rank's part of whole parameters."""
@@ -140,14 +199,27 @@ def _cut_of(dim: int, sizes: Sequence[int], ranks: int, name: str | None) -> Dim
     Raises:
         PlanError: a rank would have none of one of several parts ("tensor-parts"); a RuntimeError, too.
     """
-    parts, start = [], 0
-    for size in sizes:
-        widths = get_shard_size_list(size, ranks, name)
-        if len(sizes) > 1 and 0 in widths:
-            raise refused("empty-part", name, ranks)
-        parts.append(tuple(pairwise(accumulate(widths, initial=start))))
-        start += size
-    return DimShards(dim, start, tuple(parts))
+    widths = shard_widths(sizes, ranks, name)
+    if len(sizes) > 1 and any(0 in part for part in widths):
+        raise refused("empty-part", name, ranks)
+    return _cut_by(dim, widths)
+
+
+def shard_widths(sub_param_sizes: Sequence[int], ranks: int, name: str | None = None) -> list[list[int]]:
+    """List what each rank has of each part of a dim."""
+    return [get_shard_size_list(size, ranks, name) for size in sub_param_sizes]
+
+
+def _cut_by(dim: int, widths: Sequence[Sequence[int]]) -> DimShards:
+    starts = accumulate(map(sum, widths), initial=0)
+    parts = tuple(tuple(pairwise(accumulate(part, initial=start))) for part, start in zip(widths, starts, strict=False))
+    return DimShards(dim, sum(map(sum, widths)), parts)
+
+
+def _whole_shape(param: nn.Parameter) -> torch.Size:
+    """Return a parameter's shape, also of one that upstream's stage 3 has emptied."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
 
 
 class LinearLayer(TensorParallel_Layer):
@@ -218,6 +290,20 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
         if attention is not None and hasattr(attention, "split_size"):
             start, stop = self.cut.stretches(self.group.rank)[0]
             attention.split_size = stop - start
+
+
+class Yuan_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
+    """A layer of Yuan, whose ranks have heads that do not lie behind each other: taken as it is, neither cut here nor joined."""
+
+    kinds = ()
+    unsupported = "its ranks have noncontiguous head groups"
+
+
+class Yuan_LinearAllreduce(LinearAllreduce):  # noqa: N801  upstream's name
+    """The same for input features."""
+
+    kinds = ()
+    unsupported = Yuan_LinearLayer.unsupported
 
 
 class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
@@ -326,29 +412,40 @@ class _Gathered(AbstractContextManager[None]):
 
 
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Collect the metadata of universal checkpoints: the parameters sharded by rows, and the replicated parameters."""
+    """Collect the metadata of universal checkpoints: how the parts that ranks have of each parameter join."""
     rows: list[str] = []
     whole: list[str] = []
     vocabulary: dict[str, int] = {}  # with its tokens
+    several: list[dict[str, Any]] = []
+    widths: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
     cut = tensor_parallel_of(model)
     shards: dict[str, Any] = {} if cut is None else dict(cut.shards)
-    for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            full = f"{path}.{name}" if path else name
-            dim = _cut_dim(module, param, full, shards)
-            pattern = rf"^{re.escape(full)}$"
-            if dim is None:
-                whole.append(pattern)
-            elif dim == 1:
-                rows.append(pattern)
-            elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
-                vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
+    owners = dict(model.named_modules())
+    for full, param in model.named_parameters():
+        path, _, name = full.rpartition(".")
+        module, pattern = owners[path], rf"^{re.escape(full)}$"
+        dim, said = _cut_dim(module, param, full, shards), conversion_of(param) or {}
+        if why := said.get("unsupported_reason"):
+            unknown[pattern] = why
+        elif dim is None:
+            whole.append(pattern)
+        elif said.get("sub_param_shard_widths"):
+            several.append({"patterns": [pattern], "shape": [*said["sub_param_shape"]], "partition_dim": dim})
+            widths[pattern] = [[*part] for part in said["sub_param_shard_widths"]]
+        elif dim == 1:
+            rows.append(pattern)
+        elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
+            vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
     sizes = {"original_vocab_size": max(vocabulary.values())} if vocabulary else {}
     return {
         "universal_checkpoint_version": 0.4,
         "parameter_with_row_parallelism_patterns": rows,
         "tp_replicated_parameter_patterns": whole,
         "vocabulary_parameter_patterns": list(vocabulary),
+        "parameter_with_sub_params": several,
+        "sub_param_shard_widths": widths,
+        "autotp_unsupported_parameter_patterns": unknown,
         **sizes,
     }
 
