@@ -566,7 +566,7 @@ def test_estimators_come_from_the_plan():
     )
 
 
-def test_counting_operations(tmp_path, caplog):
+def test_counting_operations(tmp_path, caplog, capsys):
     from deepspeed.profiling import flops_profiler
     from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 
@@ -596,8 +596,18 @@ def test_counting_operations(tmp_path, caplog):
     profiler.stop_profile()
     assert profiler.get_total_flops() == 0
     assert profiler.get_total_duration() > 0
-    caplog.set_level(logging.INFO, "DeepSpeed")
+    capsys.readouterr()
     profiler.print_model_aggregated_profile()
+    assert "largest classes" in capsys.readouterr().out
+    profiler.ds_engine = SimpleNamespace(
+        train_micro_batch_size_per_gpu=lambda: 1,
+        world_size=8,
+        mp_world_size=2,
+        dp_world_size=None,
+        seq_dp_world_size=4,
+    )
+    profiler.print_model_profile()  # with Ulysses DeepSpeed's engine tells the other size
+    assert "data parallel size: 4" in capsys.readouterr().out
     profiler.end_profile()
     assert profiler.get_total_flops(as_string=True) == "0 "
     profiler.print_model_profile()  # before start_profile there is none

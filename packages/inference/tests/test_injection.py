@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_inference import RaggedConfig, SchedulingError, SchedulingResult, build_hf_engine, init_inference
+from ds_inference.config import StateManagerConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -228,6 +230,18 @@ def test_put_gives_the_logits_of_last_tokens():
         other = model(torch.tensor([[9, 10, 11]])).logits[0]
     for found, expected in ((first[0], wanted[2]), (first[1], other[0]), (second[1], wanted[3]), (second[0], other[2])):
         assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_sequences_of_a_forward_fit_into_it():
+    for limits in ({"max_ragged_batch_size": 512}, {"max_tracked_sequences": 512}):
+        with pytest.raises(ValidationError, match="max_ragged_sequence_count is 1024"):
+            StateManagerConfig(max_ragged_sequence_count=1024, **limits)
+
+
+def test_experts_may_be_said_by_a_word():
+    for value in (True, False, {"enabled": True, "num_experts": [4]}):
+        moe = init_inference(small(), dtype="fp32", moe=value)._config.moe
+        assert moe.enabled is (value is not False)
 
 
 def test_limits_are_said_before_and_nothing_is_changed():

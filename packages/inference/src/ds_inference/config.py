@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ds_config import Alias, Deprecated, NoEffect, StrictModel, Unsupported
 
@@ -98,6 +98,23 @@ class CheckpointPlace(StrictModel):
     base_dir: str | None = Field(default=None, description="Before the names of files.")
 
 
+class InferenceMoEConfig(StrictModel):
+    """`moe` of `init_inference`. true and false are `enabled`."""
+
+    enabled: bool = Field(default=True, description="Whether the model has experts; it knows itself.")
+    ep_size: Annotated[int, Unsupported("load the model on each rank")] = 1
+    moe_experts: Annotated[Any, Alias("num_experts"), NoEffect("the module knows its experts")] = Field(
+        default_factory=lambda: [1]
+    )
+    type: Annotated[str, NoEffect("the module knows its experts")] = "standard"
+    ep_mp_group: Annotated[Any, Alias("expert_mp_group"), Unsupported("load the model on each rank")] = None
+    ep_group: Annotated[Any, Alias("expert_group"), Unsupported("load the model on each rank")] = None
+
+
+def _enabled(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
 def _size(value: Any) -> Any:
     return {"tp_size": value}
 
@@ -123,8 +140,8 @@ class InferenceConfig(StrictModel):
         default_factory=dict
     )
     triangular_masking: Annotated[bool, Alias("tm"), NoEffect("the module says what it masks")] = True
-    moe: bool | Mapping[str, Any] = Field(
-        default_factory=dict, description="Accepted for models that have experts themselves."
+    moe: Annotated[InferenceMoEConfig, BeforeValidator(_enabled)] = Field(
+        default_factory=InferenceMoEConfig, description="Accepted for models that have experts themselves."
     )
     keep_module_on_host: bool = Field(default=False, description="Do not move the module to the device.")
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Weights of few bits.")
@@ -180,6 +197,14 @@ class StateManagerConfig(StrictModel):
     max_context: Positive = Field(default=8192, description="Tokens of one sequence.")
     memory_config: MemoryConfig = Field(default_factory=MemoryConfig, description="Size of the cache.")
     offload: Annotated[bool, Unsupported("a smaller cache; what does not fit is computed again")] = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> StateManagerConfig:
+        count = self.max_ragged_sequence_count
+        for name in ("max_ragged_batch_size", "max_tracked_sequences"):
+            if "max_ragged_sequence_count" in self.model_fields_set and count > getattr(self, name):
+                raise ValueError(f"max_ragged_sequence_count is {count}, {name} {getattr(self, name)}: raise it")
+        return self
 
 
 class _TpSize(StrictModel):

@@ -174,6 +174,11 @@ class InferenceEngine(nn.Module):
         )
 
     @property
+    def _config(self) -> InferenceConfig:
+        """`inference_config` by its older name, which programs read."""
+        return self.inference_config
+
+    @property
     def config(self) -> Any:
         """The module's own configuration, as a transformers model has one: pipelines read it. None: it has none."""
         return getattr(self.module, "config", None)

@@ -1,8 +1,7 @@
-"""`deepspeed.profiling.flops_profiler`: the counter of ds-engine under upstream's names. Profiles are logged, or written."""
+"""`deepspeed.profiling.flops_profiler`: the counter of ds-engine under upstream's names. Profiles are printed, or written."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,8 +13,6 @@ from deepspeed._ours.base.raising import refused
 from ds_engine.feature_table import FlopsProfilerConfig
 from ds_engine.flops import ForwardCounter
 from ds_engine.profiling import Profile, profile_text, write_profile
-
-_log = logging.getLogger("DeepSpeed")
 
 
 class FlopsProfiler:
@@ -85,7 +82,7 @@ class FlopsProfiler:
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True, output_file:
         str | None = None,
     ) -> None:  # fmt: skip
-        """Log the profile as ds-engine does, or write it into `output_file`. Before `start_profile` there is none."""
+        """Print the profile, or write it into `output_file`. Before `start_profile` there is none."""
         if not self._counter.modules:
             return
         section = FlopsProfilerConfig(
@@ -101,15 +98,23 @@ class FlopsProfiler:
         profile = Profile(
             counter.modules, {"forward": float(self.get_total_duration())}, samples, backward, counter.again
         )
-        text = profile_text(profile, section)
+        text = profile_text(profile, section) + _ranks(self.ds_engine)
         if output_file is None:
-            _log.info("%s", text)
+            print(text, flush=True)
         else:
             write_profile(text, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Log totals and the largest modules of each level."""
+        """Print totals and the largest modules of each level."""
         self.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=False)
+
+
+def _ranks(engine: Any) -> str:
+    if engine is None:
+        return ""
+    data = engine.seq_dp_world_size if engine.dp_world_size is None else engine.dp_world_size
+    sizes = (("world", engine.world_size), ("data parallel", data), ("model parallel", engine.mp_world_size))
+    return "".join(f"\n  {name + ' size:':<19} {size}" for name, size in sizes)
 
 
 def get_model_profile(
