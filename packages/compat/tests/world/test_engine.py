@@ -8,6 +8,7 @@ import enum
 import io
 import json
 import logging
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -261,12 +262,20 @@ def test_sanity_checks_make_a_change_that_would_be_lost_an_error():
         model=net, model_parameters=net.parameters(), config={**config, "zero_optimization": zero}
     )
     for params in (engine.module.first.weight, engine.module.parameters(), engine.module):
-        refused = pytest.raises(RuntimeError, match=r"first\.weight changed inside GatheredParameters")
+        refused = pytest.raises(RuntimeError, match=r"in-place modification of first\.weight")
         with refused, torch.no_grad(), deepspeed.zero.GatheredParameters(params):
             engine.module.first.weight.fill_(9.0)
     with deepspeed.zero.GatheredParameters(engine.module.first.weight):
         assert not bool((engine.module.first.weight == 9.0).any())
     engine.destroy()
+    for checks in (True, False):
+        with deepspeed.zero.Init(
+            config_dict_or_path={"zero_optimization": {"stage": 3, "enable_sanity_checks": checks}}
+        ):
+            made = Net()
+        refused = pytest.raises(RuntimeError, match="in-place modification") if checks else nullcontext()
+        with refused, torch.no_grad(), deepspeed.zero.GatheredParameters(made.first.weight):
+            made.first.weight.fill_(9.0)
 
 
 @world(2, backend=None)

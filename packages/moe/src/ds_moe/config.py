@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,7 +49,7 @@ class ExpertParallelConfig(StrictModel):
     )
     top_k: Positive | Literal["auto"] = Field(default="auto", description=f"Experts a token. {_CHECKED}")
     load_balance_coeff: Annotated[
-        float | None,
+        Any,
         Unsupported(
             "null, or omit the key: a model's own auxiliary loss stays as it is; an expert_bias that training moves is not supported by this key but by ds_moe.update_expert_bias"
         ),

@@ -195,7 +195,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
 
 def _not_written(names: Sequence[str]) -> ShardedAccessError:
     return ShardedAccessError(
-        f"{', '.join(names[:5])} changed inside GatheredParameters without write access; undone",
+        f"in-place modification of {', '.join(names[:5])} inside GatheredParameters without write access; undone",
         code="sharded-write",
         fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
     )

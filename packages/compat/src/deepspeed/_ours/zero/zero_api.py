@@ -26,6 +26,7 @@ from ds_config import read
 from ds_config.errors import ShardedAccessError
 from ds_engine import load_config
 from ds_engine.mixed_precision import Casting, casting_of
+from ds_zero.runtime.init_shards import Scatter, scatter_of
 from ds_zero.runtime.sharded_model import sharding_of
 
 _log = logging.getLogger("DeepSpeed")
@@ -44,7 +45,8 @@ def GatheredParameters(  # noqa: N802  upstream's name
     A change without `modifier_rank` is dropped with a warning, where ds-zero raises. Contexts may be nested.
 
     Raises:
-        ShardedAccessError: such a change of a model with `zero_optimization.enable_sanity_checks` ("sharded-write").
+        ShardedAccessError: such a change of a model with `zero_optimization.enable_sanity_checks`, also in the configuration that
+            `Init` was given ("sharded-write").
     """
     if not isinstance(params, nn.Module | Parameter):
         params = list(params)
@@ -76,9 +78,11 @@ safe_get_local_optimizer_state = _of_trained(ds_zero.safe_get_local_optimizer_st
 def _checked(params: Iterable[Parameter] | Parameter | nn.Module) -> bool:
     """Whether the configuration of a model that these parameters belong to asks for sanity checks."""
     one = [params] if isinstance(params, Parameter) else params
-    several = one.parameters() if isinstance(one, nn.Module) else one
-    owners = [sharding_of(param) for param in several if isinstance(param, Parameter)]
-    return any(owner is not None and owner.options.strict for owner in owners)
+    several = [p for p in (one.parameters() if isinstance(one, nn.Module) else one) if isinstance(p, Parameter)]
+    owners = map(sharding_of, several)
+    return any(owner is not None and owner.options.strict for owner in owners) or any(
+        scatter_of(param) in _strict for param in several
+    )
 
 
 def single_rank_error(
@@ -133,6 +137,8 @@ class Init(ds_zero.Init):
         keeps = tensor_overrides is not None and "dtype" not in {getattr(one, "name", one) for one in tensor_overrides}
         wanted = _format(source) if dtype is None and enabled else dtype
         super().__init__(group=self._ranks, enabled=enabled, dtype=None if keeps else wanted)
+        if enabled and _section(source).get("enable_sanity_checks") is True:
+            _strict.add(self._scatter)
         narrow = self.enabled and self.dtype in (torch.bfloat16, torch.float16)
         self._buffers = (
             BufferFormat(self.dtype, _fp32_buffers(source, self.dtype)) if narrow and self.dtype is not None else None
@@ -171,6 +177,7 @@ class Init(ds_zero.Init):
         mark_scattered(param, self._ranks.size)
 
 
+_strict: weakref.WeakSet[Scatter] = weakref.WeakSet()
 _entered: list[Init] = []
 """The contexts that this process is in, for those who make something apart inside of them."""
 
@@ -186,9 +193,14 @@ class MiCS_Init(Init):  # noqa: N801  upstream's name
         super().__init__(module, *args, **options)
         bound = inspect.signature(Init).bind(module, *args, **options).arguments
         source = bound.get("config_dict_or_path", bound.get("config"))
-        section = {} if source is None else read(source).data.get("zero_optimization", {})
+        section = _section(source)
         if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
             raise refused("mics-size", section.get("mics_shard_size"))
+
+
+def _section(source: Any) -> Mapping[str, Any]:
+    section = None if source is None else read(source).data.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _format(source: Any) -> torch.dtype | None:
