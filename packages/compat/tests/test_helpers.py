@@ -21,7 +21,7 @@ import torch
 from deepspeed._ours.base.raising import also, raising
 from deepspeed._ours.launcher import command_line
 from deepspeed.elasticity import compute_elastic_config
-from deepspeed.launcher import runner
+from deepspeed.launcher import launch, runner
 from deepspeed.launcher.multinode_runner import MultiNodeRunner
 from deepspeed.ops.op_builder import ALL_OPS, CPUAdamBuilder, UtilsBuilder
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -267,6 +267,24 @@ def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     file.write_text(json.dumps(ELASTIC))
     assert command_line.elastic(["-c", str(file), "-w", "64"]) == 0
     assert "train batch size: 9792" in capsys.readouterr().out
+
+
+def test_a_program_that_launches_adds_variables_and_ends_as_its_job_does(monkeypatch):
+    calls = []
+    monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or len(calls) - 1)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert not runner.main(["t.py"])
+    runner.EXPORT_ENVS.append("WANDB_API_KEY")
+    for main in (runner.main, launch.main):
+        with pytest.raises(SystemExit) as ended:
+            main(["t.py"])
+        assert ended.value.code == len(calls) - 1
+    runner.EXPORT_ENVS.remove("WANDB_API_KEY")
+    assert calls == [
+        ["run", "--local-rank-arg", "t.py"],
+        ["run", "--local-rank-arg", "-x", "WANDB_API_KEY", "t.py"],
+        ["run", "--local-rank-arg", "t.py"],
+    ]
 
 
 def test_a_hostfile_that_is_not_there_means_this_host(monkeypatch, tmp_path, capsys):

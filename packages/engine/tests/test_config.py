@@ -138,11 +138,22 @@ def test_every_key_has_a_description_or_a_reason() -> None:
     assert bare == []
 
 
+class Calculated:
+    """Arguments as GPT-NeoX has them: what they hold is computed, in slots or properties."""
+
+    __slots__ = ()
+
+    @property
+    def deepspeed_config(self) -> dict[str, int]:
+        return {"a": 2}
+
+
 def test_one_source_exactly() -> None:
     args = argparse.Namespace(deepspeed_config="a.json", deepscale_config=None)
     assert source_of(None, None, args) == "a.json"
     assert source_of({"a": 1}, None, argparse.Namespace()) == {"a": 1}
     assert source_of(None, "b.json") == "b.json"
+    assert source_of(None, None, Calculated()) == {"a": 2}
     for given in ((None, None, None), ("c.json", None, args), ("c.json", "d.json", None)):
         with pytest.raises(ConfigError) as caught:
             source_of(*given)

@@ -211,7 +211,17 @@ def test_layers_that_are_parallel_by_themselves_train_in_stages(tmp_path):
     path, _ = engine.load_checkpoint(folder[0], "t")
     assert path == f"{folder[0]}/t/mp_rank_0{rank}_model_states.pt"
     assert float(engine.eval_batch(batches())) == pytest.approx(wanted[2][0], rel=1e-5)
-    assert float(engine.train_batch(batches())) == pytest.approx(wanted[2][0], rel=1e-5)
+
+    def from_the_reader(batch):  # as programs of Megatron: one rank of each tensor-parallel group reads
+        assert (batch is None) == bool(rank % 2)
+        told = [batch]
+        dist.broadcast_object_list(told, src=rank - rank % 2, group=group)
+        return told[0]
+
+    engine.set_batch_fn(from_the_reader)
+    data = None if rank % 2 else batches()
+    assert float(engine.eval_batch(data)) == pytest.approx(wanted[2][0], rel=1e-5)
+    assert float(engine.train_batch(data)) == pytest.approx(wanted[2][0], rel=1e-5)
     engine.close()
 
 
@@ -230,6 +240,33 @@ def train_alone(steps):
         told.append((float(sum(losses)), float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))))
         optimizer.step()
     return told
+
+
+class Forked(nn.Linear):
+    """A layer whose dropout differs between tensor-parallel ranks."""
+
+    def forward(self, x):
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+
+@world(2, backend=None)
+def test_layers_that_are_computed_again_draw_from_the_tracker_again():
+    deepspeed.init_distributed("gloo")
+    norms = []
+    for schedule, interval in (("1f1b", 0), ("1f1b", 1), ("zb-h1", 1)):
+        deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
+        net = PipelineModule(
+            [LayerSpec(Forked, 6, 64), LayerSpec(Forked, 64, 1)], 2, loss_fn=nn.MSELoss(), seed_layers=True,
+            partition_method="uniform", activation_checkpoint_interval=interval, schedule=schedule,
+        )  # fmt: skip
+        assert (net.activation_checkpoint_func is deepspeed.checkpointing.checkpoint) == (schedule == "1f1b")
+        config = {**CONFIG, "pipeline": {}}
+        engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+        engine.train_batch(batches())
+        norms.append(engine.get_global_grad_norm())
+        engine.close()
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
 
 
 @world(2, backend=None)

@@ -7,7 +7,6 @@ No key is accepted and ignored.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 from collections.abc import Mapping
@@ -283,21 +282,24 @@ def explain_config(source: Source | Document) -> str:
 def source_of(
     config: Source | None,
     config_params: Source | None = None,
-    args: argparse.Namespace | Mapping[str, Any] | None = None,
+    args: Any = None,
 ) -> Source:
     """Return the configuration that `initialize` was given: `config`, `config_params`, or `args.deepspeed_config`.
 
-    `config_params` is the old name of `config`. In a trial of `ds tune` the result is a copy with the trial's changes.
+    `args` is a mapping or any object: what it has may be a property. `config_params` is the old name of `config`. In a trial of `ds tune` the result is a copy with the trial's changes.
 
     Raises:
         ConfigError: none was given, or more than one ("config-source").
     """
-    attributes = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+
+    def of_args(name: str) -> Any:
+        return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
     sources: dict[str, Any] = {
         "config": config,
         "config_params": config_params,
-        "args.deepspeed_config": attributes.get("deepspeed_config"),
-        "args.deepscale_config": attributes.get("deepscale_config"),
+        "args.deepspeed_config": of_args("deepspeed_config"),
+        "args.deepscale_config": of_args("deepscale_config"),
     }
     provided = {name: value for name, value in sources.items() if value is not None}
     if len(provided) != 1:

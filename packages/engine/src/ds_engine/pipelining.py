@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_engine.engine import Engine
 from ds_engine.loss_total import LossAccumulator
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
-from ds_pipe import StagedModel
+from ds_pipe import StagedModel, split_batch
 from ds_pipe.staged import evaluating
 
 __all__ = ["PipelineEngine"]
@@ -66,15 +67,25 @@ class PipelineEngine(Engine):
 
         Args:
             data_iter: Yields microbatches, the same on the ranks of the first and of the last stage; by default the engine's loader.
-                The other ranks need none.
+                The other ranks need none, nor do those whose batch function gets its data elsewhere: it is given None.
         """
-        draws = data_iter is not None or self._feed.has_data or self.stages.needs_data
-        return Engine.train_batch(self, data_iter if draws else iter(()))
+        if data_iter is None and not self._feed.has_data:
+            data_iter = self._without_data()
+        return Engine.train_batch(self, data_iter)
+
+    def _without_data(self) -> Iterator[None] | None:
+        """Return what is drawn where there are no data; None if data are missing.
+
+        With tensor parallelism the programs of Megatron read data on one rank of each group, and their batch functions broadcast them.
+        """
+        if not self.stages.needs_data:
+            return iter(())
+        return None if self.stages.batch_fn is split_batch else itertools.repeat(None)
 
     @torch.no_grad()
     def evaluate(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         *,
         return_logits: bool = False,
         compute_loss: bool = True,
@@ -85,6 +96,7 @@ class PipelineEngine(Engine):
         """Forwards of some microbatches in evaluation mode. Collective.
 
         Args:
+            data_iter: As `train_batch`'s; the engine's loader is not read.
             return_logits: Keep the last stage's outputs.
             compute_loss: Else outputs are what is returned.
             share_loss: Have the mean loss over microbatches and data on every rank; else on those of the last stage.
@@ -97,12 +109,13 @@ class PipelineEngine(Engine):
         count = num_micro_batches or len(self._backwards)
         outputs: dict[int, Any] = {}
         ledger, stages = LossAccumulator(), self.stages
+        drawn = (self._without_data() or iter(())) if data_iter is None else data_iter
 
         def done(microbatch: int, out: Any, labels: Any) -> None:
             outputs[microbatch] = (out, stages.loss(out, labels) if compute_loss else None)
 
         with evaluating(self.module):
-            stages.forwards(count, data_iter, self._passes(), done)
+            stages.forwards(count, drawn, self._passes(), done)
         self._telemetry.pause()
         results = [outputs[m][0] for m in sorted(outputs)]
         logits = (_joined(results) if results else None) if return_logits else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,20 @@ from ds_ckpt.format import MANIFEST
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_launcher.cli import main as ds
+from ds_launcher.exports import ALLOWED
 
 HOSTFILE = "/job/hostfile"
 """Where upstream's programs look for the hosts of a job."""
+
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+"""How the variables begin that other hosts get; programs which call `main` add to it. All that `ds_launcher` exports goes as well."""
+
+
+def _ended(status: int) -> int:
+    """Return 0, or end the program: callers of upstream's `main` take no notice of what it returns."""
+    if status:
+        sys.exit(status)
+    return 0
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -31,6 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
     job runs on this host alone, and a line says so.
 
     Raises:
+        SystemExit: the job failed; its status is that of the rank that failed first.
         ConfigError: `args` contradict each other ("launch-options"). The program prints the error and exits with 2.
     """
     words = list(sys.argv[1:] if args is None else args)
@@ -39,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except ConfigError:
         if args is not None:
             raise
-        return ds(["run", "--local-rank-arg", *words])  # which prints the error
+        return _ended(ds(["run", "--local-rank-arg", *words]))  # which prints the error
     default = ["--hostfile", HOSTFILE] if not options.hostfile and Path(HOSTFILE).is_file() else []
     if options.hostfile and not Path(options.hostfile).is_file():
         print(
@@ -49,13 +62,18 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         # Of an option that is given twice the last one counts; all behind the script is the script's.
         words.insert(len(words) - len(options.user_args) - 1, "--hostfile=")
-    return ds(["run", "--local-rank-arg", *default, *words])
+    added = tuple(prefix for prefix in EXPORT_ENVS if not prefix.startswith(ALLOWED))
+    exports = [word for name in os.environ if added and name.startswith(added) for word in ("-x", name)]
+    return _ended(ds(["run", "--local-rank-arg", *default, *exports, *words]))
 
 
 def launch(args: Sequence[str] | None = None) -> int:
     """Start the ranks of this host, as `deepspeed.launcher.launch` does.
 
     Reads upstream's `--world_info`, `--node_rank` and addresses.
+
+    Raises:
+        SystemExit: a rank failed.
     """
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     parser.add_argument("--node_rank", type=int, default=0)
@@ -71,12 +89,12 @@ def launch(args: Sequence[str] | None = None) -> int:
     counts = [slots if isinstance(slots, int) else len(slots) for slots in world.values()]
     flags = [flag for flag, on in (("--module", options.module), ("--no-python", options.no_python)) if on]
     many = ["--nnodes", str(len(counts)), "--node-rank", str(options.node_rank), "--master-addr", options.master_addr]
-    return ds([
+    return _ended(ds([
         "run", *flags, *([] if options.no_local_rank else ["--local-rank-arg"]),
         *(["--nproc", str(counts[options.node_rank])] if counts else []),
         *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
         options.training_script, *options.training_script_args,
-    ])  # fmt: skip
+    ]))  # fmt: skip
 
 
 def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> int:

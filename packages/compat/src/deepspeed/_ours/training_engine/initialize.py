@@ -243,9 +243,8 @@ def _let_share(model: nn.Module) -> None:
         model.shares_sequences = True  # type: ignore[assignment]
 
 
-def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:
-    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
-    rank = values.get("device_rank")
+def _choose_device(args: Any) -> None:
+    rank = args.get("device_rank") if isinstance(args, Mapping) else getattr(args, "device_rank", None)
     if rank is not None and int(rank) >= 0:
         os.environ.setdefault("LOCAL_RANK", str(int(rank)))
 

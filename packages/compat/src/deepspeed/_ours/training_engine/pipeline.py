@@ -62,7 +62,7 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
 
     def eval_batch(  # type: ignore[override]
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",

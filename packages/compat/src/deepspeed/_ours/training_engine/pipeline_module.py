@@ -13,6 +13,7 @@ import ds_pipe
 from deepspeed._ours.base.forwarding import answers, reads, tells
 from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.base.runtime_utils import prime_factors
+from deepspeed._ours.training_engine.activation_checkpointing_api import checkpoint, non_reentrant_checkpoint
 from ds_comm import as_group, world_group
 from ds_config.errors import CheckpointError
 from ds_pipe.building import broadcast_ties
@@ -88,6 +89,9 @@ class PipelineModule(ds_pipe.PipelineModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mpu = PipelineParallelGrid(places=self.places)
+        # As upstream's, it knows what `deepspeed.checkpointing.configure` was told and the tracker's random states; programs call it, too.
+        again = checkpoint if self.schedule == "1f1b" else non_reentrant_checkpoint  # others may split backwards
+        self.activation_checkpoint_func = self.activation_checkpoint_func or again
 
     _grid = reads("_mpu", "The groups of this rank.")
     _topo = reads("places.topology", "All ranks, by axes.")
