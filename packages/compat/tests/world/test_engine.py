@@ -949,3 +949,32 @@ def test_each_worker_saves_into_its_own_folder_and_ray_joins_them(tmp_path):
         engine.save_checkpoint(str(own), "other")
     engine.destroy()
     deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("more", [{"gradient_allreduce_op": "sum"}, {"prescale_gradients": True}])
+@world(2)
+def test_gradients_read_and_set_are_those_of_the_update(more):
+    """Summed over ranks, or divided before they are: what is read is what the step subtracts, and so is what is set."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+    expected = 4.0 if "gradient_allreduce_op" in more else 2.0  # of inputs 1 and 2 on rank 0, 2 and 3 on rank 1
+    for stage, plain, sets in ((0, False, True), (1, True, False), (2, False, False)):
+        net = nn.Linear(4, 1, bias=False)
+        config = {**settings(stage, gradient_accumulation_steps=2, gradient_clipping=0.0), **more}
+        del config["optimizer"]
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        before = net.weight.detach().clone()
+        for microbatch in range(2):
+            loss = engine(torch.full((1, 4), 1.0 + engine.global_rank + microbatch)).sum()
+            engine.scale(loss).backward() if plain else engine.backward(loss)
+            if microbatch:
+                grad = safe_get_full_grad(net.weight)
+                assert torch.equal(grad, torch.full((1, 4), expected)), (stage, grad)
+            if microbatch and sets:
+                safe_set_full_grad(net.weight, torch.full((1, 4), 3.0))
+            engine.step()
+        moved = before - net.weight.detach()
+        torch.testing.assert_close(moved, torch.full((1, 4), 3.0 if sets else expected), msg=f"{stage}: {moved}")
+        engine.destroy()

@@ -98,6 +98,7 @@ class Engine(nn.Module):
             # A method of the engine would be a circle, and the engine would never end by itself.
             self.optimizer.judge = self._health.nonfinite
             self.optimizer.before_update = self.checkpointer.before_update
+            self.optimizer.gain = _gain(plan, self._averaging.size, scaled=False)
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -663,7 +664,9 @@ class Engine(nn.Module):
             )
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
-        return part, self._trains("backward").scale(before)
+        optimizer = self._trains("backward")
+        optimizer.gain = _gain(self.plan, self._averaging.size, scaled=True)
+        return part, optimizer.scale(before)
 
     def _note(self, loss: Tensor | SumLoss, divide: bool = True) -> None:
         self._health.loss(loss.total if isinstance(loss, SumLoss) else loss)
@@ -723,40 +726,32 @@ def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], A
     return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)
 
 
-def _divisor(plan: Plan, requested: float, count: float | None, *, ranks: int, scaled: bool) -> float:
-    """Return the divisor that averaged gradients still need.
+def _gain(plan: Plan, ranks: int, *, scaled: bool) -> float:
+    """Return what averages over `ranks` are to be multiplied by.
 
     Args:
-        requested: Divisor for the caller's own averaging; 1.0 is none. Not used where losses are sums.
-        count: Total count of sum losses over all ranks; None for mean losses.
-        ranks: Number of ranks over which gradients were averaged.
         scaled: Whether losses went through the engine, which divides them by `plan.predivide`.
     """
-    result = requested
-    if count is not None:
-        # Gradients are divided by microbatches and ranks so far.
-        result = (count or 1.0) / (plan.batch.accumulation * ranks)
-    elif plan.sums:
-        result = 1.0 / ranks
-    return result / plan.predivide if scaled else result
+    return (ranks if plan.sums else 1.0) * (plan.predivide if scaled else 1.0)
 
 
 def _settle(
     ledger: LossAccumulator, optimizer: ShardedOptimizer, plan: Plan, group: Group, device: torch.device
 ) -> Totals | None:
-    """Reduce the losses over `group` before the update, and set the optimizer's divisor. Collective.
+    """Reduce the losses over `group` before the update, and set what the optimizer divides by. Collective.
 
-    Only the count of sum losses is needed before the update. Mean losses in host memory travel with the optimizer's own
-    all-reduce in the update; `_totals_after` then has them.
+    Gradients of sum losses, divided by microbatches and ranks so far, are divided by their count, which is needed before the
+    update. Mean losses in host memory travel with the optimizer's own all-reduce in the update; `_totals_after` then has them.
 
     Returns:
         The totals of the step; None where they come with the update, or where no loss was noted.
     """
-    scaled = bool(ledger.losses)
+    optimizer.gain = _gain(plan, group.size, scaled=bool(ledger.losses))
     later = device.type == "cpu" and ledger.waits and optimizer.sharding.group.ranks == group.ranks
     totals, optimizer.extra = (None, ledger.leave()) if later else (ledger.close(group), ())
-    count = None if totals is None else totals.count
-    optimizer.divisor = _divisor(plan, optimizer.divisor, count, ranks=group.size, scaled=scaled)
+    if totals is not None and totals.count is not None:
+        averaged = plan.batch.accumulation * (1 if plan.sums else group.size)
+        optimizer.divisor = (totals.count or 1.0) / averaged
     return totals
 
 

@@ -81,6 +81,7 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         divisor: Gradients of the next step are divided by it; 1.0 unless the caller averages over something of its own.
+        gain: Averages are multiplied by it, in every step and wherever gradients are read or set: the ranks, for sums over them.
         backwards: How many have begun on this rank since the last step.
         judge: Asked on every rank before an update from a gradient that is not finite, with the name of the first such parameter:
             whether to leave the update out. Not asked about the overflows of a dynamic loss scale. None: `Precision` alone decides.
@@ -98,7 +99,7 @@ class ShardedOptimizer(Optimizer):
         check_inner(model, inner, options)
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
-        self.inner, self.divisor = inner, 1.0
+        self.inner, self.divisor, self.gain = inner, 1.0, 1.0
         self.last: StepReport | None = None
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
@@ -165,12 +166,12 @@ class ShardedOptimizer(Optimizer):
     # ---- one step
 
     def average(self, divisor: float) -> float:
-        """Return the factor that turns a summed gradient into the gradient divided by `divisor`.
+        """Return the factor that turns a summed gradient into the averaged one, times `gain` and divided by `divisor`.
 
         In some reduction groups there is another weight besides.
         """
         scale = 1.0 if self._scale is None else self._scale.scale
-        return 1.0 / (self._divisor * scale * divisor)
+        return self.gain / (self._divisor * scale * divisor)
 
     def _remaining(self, unit: Unit) -> float:
         """Return what the sums of a unit, as they are, are to be multiplied by to be the averaged gradient."""
@@ -292,7 +293,11 @@ class ShardedOptimizer(Optimizer):
             self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
         )
         raised, runtime.reducing.raised = runtime.reducing.raised, 0
-        settings = {**group_settings(self.inner), "divisor": repr(self.divisor), "backwards that raised": str(raised)}
+        settings = {
+            **group_settings(self.inner),
+            "divisor": repr(self.divisor / self.gain),
+            "backwards that raised": str(raised),
+        }
         facts = agree(self.sharding, settings, wants_norm=wants, extra=self.extra, failed=error is not None)
         if facts.failed:
             raise self.ahead.failed(facts.failed, error)
