@@ -320,3 +320,14 @@ def test_outputs_in_any_shape_have_gradients(form: str, shape: Callable[[Tensor,
     assert x.grad.tolist() == [7.0] * 3
     assert weight.grad is not None
     assert weight.grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_trained_has_a_gradient_where_no_input_needs_one(form: str) -> None:
+    """Torch's reentrant form gives none, of which it warns once."""
+    table = nn.Embedding(5, 2)
+    getattr(ActivationCheckpointing(), form)(table, torch.tensor([1, 3])).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.sum(1).tolist() == [0.0, 2.0, 0.0, 2.0, 0.0]
+    table.requires_grad_(False)
+    assert not getattr(ActivationCheckpointing(), form)(table, torch.tensor([1, 3])).requires_grad

@@ -96,7 +96,8 @@ class ActivationCheckpointing:
     def checkpoint_reentrant(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` with reentrant activation checkpointing.
 
-        Tensors may be in lists, tuples and dicts, at any depth, those that are returned too.
+        Tensors may be in lists, tuples and dicts, at any depth, those that are returned too. Where no tensor needs a gradient (the ids of an
+        embedding), this is `checkpoint`: the reentrant form would give what `function` trains none.
 
         Raises:
             PlanError: as `checkpoint`; also when results of operations are to be saved ("activations-form").
@@ -107,6 +108,8 @@ class ActivationCheckpointing:
                 code="activations-form",
                 fix="Use checkpoint(), which can.",
             )
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in flatten((args, kwargs))[0]):
+            return self.checkpoint(function, *args, **kwargs)
         builders: list[Callable[[Sequence[Tensor]], Any]] = []
 
         def flat(*inner: Any, **options: Any) -> tuple[Tensor, ...]:

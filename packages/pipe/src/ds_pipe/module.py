@@ -339,10 +339,11 @@ class _StageModule(nn.Module):
             run = owner.run_layers(start, stop)
             again = every > 0 and torch.is_grad_enabled() and owner.is_checkpointable(start, stop)
             if again and owner.activation_checkpoint_func is not None:
-                value = _differentiable(value)
-                several = isinstance(value, tuple)  # such functions look for tensors among their arguments
+                # Such functions look for tensors among their arguments, and some give weights no gradient where none of those needs one.
+                value, several = _differentiable(value), isinstance(value, tuple)
+                anchor = () if _needs_gradient(value) else (torch.empty(0, requires_grad=True),)
                 value = owner.activation_checkpoint_func(
-                    (lambda *values, run=run: run(values)) if several else run, *(value if several else (value,))
+                    _of_arguments(run, len(anchor), several), *anchor, *(value if several else (value,))
                 )
             elif again and self.backwards is not None:
                 value = checkpointed(run, value, self.backwards)
@@ -359,12 +360,20 @@ class _StageModule(nn.Module):
 
 def _differentiable(value: Any) -> Any:
     """Make floating tensors of `value` require gradients where no tensor does, as reentrant checkpointing needs."""
-    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    if any(t.requires_grad for t in tensors):
+    if _needs_gradient(value):
         return value
     return tree_map(
         lambda t: t.detach().requires_grad_(True) if isinstance(t, Tensor) and t.is_floating_point() else t, value
     )
+
+
+def _of_arguments(run: Callable[[Any], Any], start: int, several: bool) -> Callable[..., Any]:
+    """Return `run` of a tuple, or of one value, as a function of arguments that begin at `start`."""
+    return lambda *values: run(values[start:] if several else values[start])
+
+
+def _needs_gradient(value: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value))
 
 
 def _given(sample: Any) -> Any:

@@ -1,11 +1,13 @@
 """Pipelines give the loss and the gradients of one process: every schedule, model, accumulation and checkpointing."""
 
+import functools
 import itertools
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 import ds_pipe
@@ -23,6 +25,22 @@ KINDS = ["plain", "tied", "skip"]
 def test_two_stages(bench, schedule):
     for kind, every, micros in zip(KINDS * 2, (0, 1, 2, 2, 0, 1), (2, 4, 5, 5, 2, 4), strict=True):
         bench.check(kind, micros, schedule=schedule, activation_checkpoint_interval=every)
+
+
+WHOLE = ("gpipe", "1f1b", "interleaved")  # torch's reentrant checkpoint cannot give gradients of inputs alone
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reentrant"), [*((name, True) for name in WHOLE), *((name, False) for name in SCHEDULES)]
+)
+@world(2)
+def test_a_checkpoint_function_of_the_caller(bench, schedule, reentrant):
+    """Torch's reentrant one gives an embedding no gradient, whose input needs none."""
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    for kind, every in zip(KINDS[:2], (1, 2), strict=True):
+        bench.check(
+            kind, 4, schedule=schedule, steps=1, activation_checkpoint_interval=every, activation_checkpoint_func=again
+        )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"])
