@@ -16,7 +16,7 @@ from ds_comm import Box, Group, all_gather_object, all_reduce, param_sharding
 from ds_config.regular_file import replacing
 from ds_zero import GatheredParameters, ShardedModel
 
-__all__ = ["full_state", "load_whole", "save_whole"]
+__all__ = ["full_state", "load_whole", "names_of_wholes", "save_whole"]
 
 
 def full_state(
@@ -48,19 +48,26 @@ def full_state(
     if not lead:
         return {}
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, Mapping):  # of a module whose `state_dict` gives one by part, as Megatron's do
-            return {
-                names.get(name, name): whole(v) for name, v in value.items() if not (exclude_frozen and _is_frozen(v))
-            }
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = _copy(value, dtype)
-        return copies[id(value)]
-
-    state: dict[str, Tensor] = whole(module.state_dict(keep_vars=True))
+    given = module.state_dict(keep_vars=True)
+    state: dict[str, Tensor] = _whole(given, names, copies, dtype, exclude_frozen)
     return state
+
+
+def _whole(
+    value: Any, names: Mapping[str, str], copies: dict[int, Tensor], dtype: torch.dtype | None, exclude_frozen: bool
+) -> Any:
+    """Return a state dict, or what is in one, with whole copies, which are added to `copies`."""
+    if isinstance(value, Mapping):  # of a module whose `state_dict` gives one by part, as Megatron's do
+        return {
+            names.get(name, name): _whole(inner, names, copies, dtype, exclude_frozen)
+            for name, inner in value.items()
+            if not (exclude_frozen and _is_frozen(inner))
+        }
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = _copy(value, dtype)
+    return copies[id(value)]
 
 
 def _is_frozen(value: Any) -> bool:
@@ -76,11 +83,14 @@ def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     return parts
 
 
-def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-    """Map a shard's name in the module to its name in the unsharded module.
+def names_of_wholes(module: nn.Module) -> dict[str, str]:
+    """Map the name of each parameter that is a shard of a larger tensor to that tensor's name in the unsharded module."""
+    parts = _parts(module)
+    return {name: name for names in parts.values() for name in names} | _names_of_wholes(parts)
 
-    Several shards of one tensor are numbered at the end.
-    """
+
+def _names_of_wholes(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
+    # Several shards of one tensor are numbered at the end.
     several = Counter(param_sharding(param).name for param in parts)
     numbered = [param for param in parts if several[param_sharding(param).name] > 1]
     return {name: name.rpartition("_")[0] for param in numbered for name in parts[param]}
@@ -116,7 +126,7 @@ def _join(module: nn.Module, sharding: ShardedModel, copies: dict[int, Tensor]) 
         ours = [param for param in by_name.get(name, ()) if id(param) in copies]
         if ours:
             copies.update(dict.fromkeys(map(id, ours), whole.cpu()))
-    return _own_names(parts)
+    return _names_of_wholes(parts)
 
 
 def _of(box: Box) -> tuple[slice, ...]:
@@ -157,7 +167,7 @@ def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     Returns: missing and unexpected keys, as torch's `load_state_dict` does.
     """
     parts = _parts(module)
-    full_names, local_state = _own_names(parts), dict(state)
+    full_names, local_state = _names_of_wholes(parts), dict(state)
     for param, names in parts.items():
         box = param_sharding(param).box
         for name in names:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ShardedAccessError
+from ds_engine.full_state import names_of_wholes
 from ds_zero.runtime.sharded_parameter import Placeholder, ShardedParameter
 
 __all__ = ["KnownState", "UnreadableWeights", "whole_values"]
@@ -99,28 +100,37 @@ def whole_values(model: nn.Module, known: Mapping[str, Tensor]) -> Iterator[None
     """Serve the state dicts of `model` and of its parts, and the calls of its prompt encoders, from whole tensors.
 
     Args:
-        known: By their names in `model`. What is not sharded, or gathered at the moment, needs no entry.
+        known: By their names in `model`, as it was before it was cut. What is not sharded, or gathered at the moment, needs no entry.
     """
+    wholes = names_of_wholes(model)
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if module._parameters:
-                handle = module.register_state_dict_post_hook(_filled(f"{path}." if path else "", known))
+                handle = module.register_state_dict_post_hook(_filled(f"{path}." if path else "", known, wholes))
                 stack.callback(handle.remove)
         stack.enter_context(_whole_encoders(model, known))
         yield
 
 
-def _filled(path: str, known: Mapping[str, Tensor]) -> Callable[..., None]:
-    """Return a hook that puts whole tensors into a state dict, or stand-ins that refuse to be read."""
+def _filled(path: str, known: Mapping[str, Tensor], wholes: Mapping[str, str]) -> Callable[..., None]:
+    """Return a hook that puts whole tensors into a state dict, or stand-ins that refuse to be read.
+
+    Args:
+        wholes: Of parameters that are shards of larger tensors those tensors' names.
+    """
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         del metadata
         for leaf in module._parameters:
             value = state.get(prefix + leaf)
-            if isinstance(value, Placeholder) or type(value) is ShardedParameter:
-                state[prefix + leaf] = (
-                    known[path + leaf] if path + leaf in known else UnreadableWeights.of(path + leaf, value)
-                )
+            name = wholes.get(path + leaf)
+            if value is None or not (name or isinstance(value, Placeholder) or type(value) is ShardedParameter):
+                continue
+            name = name or path + leaf
+            if name != path + leaf:
+                del state[prefix + leaf]
+            whole = known[name] if name in known else UnreadableWeights.of(name, value)
+            state[prefix + name.removeprefix(path)] = whole
 
     return fill
 

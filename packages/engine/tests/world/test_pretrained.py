@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def test_whole_weights_whoever_calls(stage: int, tensor: int, tmp_path: Path) ->
     if cut or rank == 0:
         same(tmp_path / "main" / "0.pt", state)
     whole = engine.full_state_dict() or None
+    model.save_pretrained(str(tmp_path / "known"), rank == 0)  # which has the weights, and goes on at once
+    if cut or rank == 0:
+        same(tmp_path / "known" / "0.pt", state)
     model.save_pretrained(str(tmp_path / "given"), is_main_process=rank == 0, state_dict=whole)
     if rank == 0:
         model.save_pretrained(str(tmp_path / "alone"), state_dict=whole)
@@ -106,6 +110,9 @@ def test_whole_weights_whoever_calls(stage: int, tensor: int, tmp_path: Path) ->
     model.inner.save_pretrained(str(tmp_path / "inner"), is_main_process=rank == 1)
     if cut or rank == 1:
         same(tmp_path / "inner" / "1.pt", {name.partition(".")[2]: value for name, value in state.items()})
+    refs = [weakref.ref(value) for value in (whole or {}).values()]
+    del whole
+    assert not any(ref() is not None for ref in refs)  # the garbage collector may be paused
     copied = copy.deepcopy(model)
     assert copied.save_pretrained.__self__ is copied
     engine.close()
