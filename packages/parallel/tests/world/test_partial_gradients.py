@@ -143,8 +143,9 @@ def test_gradients_are_those_of_one_process(kind: type[nn.Module]) -> None:
         full = wanted[name if held is None else held.name]
         assert (param.grad is None) == (full is None), name
         if full is not None:
+            atol = 1e-6 * max(1.0, float(full.abs().max()))  # elements are sums of some that are as large
             torch.testing.assert_close(
-                param.grad, part_of(full, held), atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                param.grad, part_of(full, held), atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
             compared += 1
     assert compared > 5
