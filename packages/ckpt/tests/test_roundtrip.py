@@ -1,6 +1,7 @@
 """One process: every dtype and shape comes back, names and types are checked, errors say what to do."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import ds_ckpt
 from ds_ckpt.dtypes import CODE
+from ds_ckpt.local import new_token
 from ds_ckpt.shard_tensors import byte_view, torch_dtype
 from ds_config.errors import CheckpointError
 
@@ -166,14 +168,38 @@ def test_the_newest_is_the_last_saved_and_overwriting_counts(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["three", "two"]
 
 
-def test_a_directory_with_other_things_in_it_is_not_replaced(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.tex").write_text("x")
-    with pytest.raises(CheckpointError) as caught:
-        ds_ckpt.save(tmp_path / "a", [], {})
-    assert caught.value.code == "ckpt-target-exists"
-    assert (tmp_path / "a" / "thesis.tex").read_text() == "x"
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+@pytest.mark.parametrize("links", [True, False])
+def test_what_a_program_puts_beside_a_checkpoint_stays_there(tmp_path, monkeypatch, links):
+    if not links:  # as on file systems that have none
+        monkeypatch.setattr(os, "link", lambda *a, **k: (_ for _ in ()).throw(OSError("no links")))
+    tag = tmp_path / "a"
+    (tag / "zero").mkdir(parents=True)
+    (tag / "thesis.tex").write_text("x")
+    for name in ("mp_rank_00_model_states.pt", "checksums.json", "zero/step.pt"):  # DeepSpeed's of this tag
+        (tag / name).write_text("old")
+    ds_ckpt.save(tag, ds_ckpt.full_shards({"w": torch.ones(1)}), {"n": 1})
+    (tag / "tokenizer").mkdir()
+    (tag / "tokenizer" / "vocab").write_text("y")
+    (tag / "link").symlink_to("thesis.tex")
+    ds_ckpt.save(tag, ds_ckpt.full_shards({"w": torch.ones(1)}), {"n": 2})
+    names = {"data-00000.safetensors", "manifest.json", "thesis.tex", "tokenizer", "link"}
+    assert set(os.listdir(tag)) == names
+    assert (tag / "link").is_symlink()
+    assert [(tag / name).read_text() for name in ("thesis.tex", "tokenizer/vocab")] == ["x", "y"]
+    assert ds_ckpt.load(tag, [], options=ds_ckpt.LoadOptions(strict=False)) == {"n": 2}
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_folder_that_stepped_aside_for_a_save_which_died_returns(tmp_path):
+    (tmp_path / ".old-a").mkdir()
+    (tmp_path / ".old-a" / "thesis.tex").write_text("x")
+    (tmp_path / f".tmp-a-{new_token()}").mkdir()
+    ds_ckpt.save(tmp_path / "b", [], {})
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    (tmp_path / ".old-c").mkdir()
+    (tmp_path / ".old-c" / "thesis.tex").write_text("of somebody who begins names so, too")
+    ds_ckpt.save(tmp_path / "b", [], {})
+    assert sorted(os.listdir(tmp_path)) == [".old-c", "a", "b"]
 
 
 def test_views_and_columns_are_saved_as_what_they_show(tmp_path):

@@ -7,7 +7,8 @@ removes, from one that is being written. Locks of network file systems often end
 was begun, and that of another one is a leftover only when nothing has touched it for a day.
 
 A root may lie in a folder that others write to. No link leads out of it: neither a tag, nor a file of one, nor the folders beside the
-tags is followed to another place, and what was not made here is never removed.
+tags is followed to another place, and what was not made here is never removed: files that a program puts into the folder of a
+checkpoint stay in it when it is saved again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ds_config.regular_file import leads_out, read_regular
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile
 
-__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile", "new_token"]
+__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile", "link_others", "new_token"]
 
 _DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
 _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
@@ -49,6 +50,7 @@ _LOCK_TRIALS: Final = (
 _TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
 _REMOVED: Final = f"{_TMP}removed-"
 _FILES = re.compile(r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|manifest\.json|.+_states\.pt")
+_SUMS: Final = "checksums.json"  # beside files in DeepSpeed's layout
 
 
 def new_token() -> str:
@@ -118,6 +120,13 @@ class Disk:
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name; a copy where the file system has no such links."""
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(old, new, follow_symlinks=False)
 
     def remove_tree(self, path: str) -> None:
         """Remove a folder with everything in it; of a link, the link alone."""
@@ -271,7 +280,7 @@ class LocalDraft:
         target = os.path.join(root, self._tag)
         if _is_something_else(target):
             raise CheckpointError(
-                f"{target} exists and is not a checkpoint; saving there would delete it",
+                f"{target} exists and is not a folder; saving there would delete it",
                 code="ckpt-target-exists",
                 fix="Choose another directory, or move what is there.",
             )
@@ -330,6 +339,7 @@ class LocalDraft:
 
     def _publish(self) -> None:
         disk, root = self._disk, self._storage.root
+        link_others(os.path.join(root, self._tag), self._path, disk)
         disk.sync_directory(self._path)
         if os.path.isdir(shared := os.path.join(root, SHARED)):
             disk.sync_directory(shared)
@@ -483,8 +493,12 @@ class LocalStorage:
         for name in os.listdir(self.root) if os.path.isdir(self.root) else []:
             if not name.startswith(_OLD):
                 continue
-            aside, target = os.path.join(self.root, name), os.path.join(self.root, name.removeprefix(_OLD))
-            if not _has_only_our_files(aside):
+            tag = name.removeprefix(_OLD)
+            aside, target = os.path.join(self.root, name), os.path.join(self.root, tag)
+            replacing = not os.path.lexists(target) and any(
+                n.startswith(f"{_TMP}{tag}-") for n in os.listdir(self.root)
+            )
+            if not replacing and not _has_only_our_files(aside):
                 continue
             if os.path.lexists(target):
                 self.disk.remove_tree(aside)
@@ -523,11 +537,24 @@ def _touched_s(path: str) -> float:
 
 
 def _is_something_else(path: str) -> bool:
-    if not os.path.lexists(path):
-        return False
-    if os.path.islink(path) or not os.path.isdir(path):
-        return True
-    return not os.path.isfile(os.path.join(path, MANIFEST)) and bool(os.listdir(path))
+    return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path))
+
+
+def link_others(old: str, new: str, disk: Disk | None = None) -> None:
+    """Link into the folder `new` what is no file of a checkpoint in `old`, which it is to replace, and not in `new`."""
+    link, names = (disk or Disk()).link, os.listdir(old) if os.path.isdir(old) else []
+    universal = any(
+        name.endswith("_model_states.pt") for name in names
+    )  # the layout, whose folder `zero` has the values
+    for name in names:
+        path, place = os.path.join(old, name), os.path.join(new, name)
+        theirs = name == _SUMS or (name == "zero" and universal)
+        if _FILES.fullmatch(name) or theirs or os.path.lexists(place):
+            continue
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.copytree(path, place, symlinks=True, copy_function=link)
+        else:
+            link(path, place)
 
 
 def _has_only_our_files(path: str) -> bool:

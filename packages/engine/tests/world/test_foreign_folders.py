@@ -60,13 +60,14 @@ def contents(folder):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @world(2)
-def test_saving_over_what_is_no_checkpoint_is_refused(tmp_path, stage):
+def test_saving_over_what_is_no_checkpoint(tmp_path, stage):
     folder = shared(tmp_path)
     engine = start(stage, **LAYOUT)
     steps(engine)
     if dist.get_rank() == 0:
-        (folder / "data").mkdir()
-        (folder / "data" / "thesis.txt").write_text("years of work")
+        (folder / "data").write_text("years of work")
+        (folder / "t").mkdir()
+        (folder / "t" / "args.json").write_text("{}")
         (folder / "t.translated").mkdir()
         (folder / "t.translated" / "thesis.txt").write_text("years of work")
     dist.barrier()
@@ -75,10 +76,10 @@ def test_saving_over_what_is_no_checkpoint_is_refused(tmp_path, stage):
     assert caught.value.code == "ckpt-target-exists"
     for tag in ("t", "t"):  # a checkpoint is replaced
         path = engine.save_checkpoint(str(folder), tag)
-    assert sorted(os.listdir(path))[0] == "checksums.json"
+    assert sorted(os.listdir(path))[:2] == ["args.json", "checksums.json"]
     assert engine.load_checkpoint(str(folder))[0] == str(folder / "t")
     dist.barrier()
-    assert (folder / "data" / "thesis.txt").exists()
+    assert (folder / "data").read_text() == "years of work"
     assert (folder / "t.translated" / "thesis.txt").exists()
     assert sorted(os.listdir(folder)) == ["data", "latest", "t", "t.translated"]
     engine.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import zipfile
 import zlib
@@ -22,7 +21,7 @@ from ds_ckpt.checkpoint_list import is_complete
 from ds_ckpt.crc import crc32
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.jsontext import Json
-from ds_ckpt.local import LocalDraft, LocalStorage, new_token
+from ds_ckpt.local import LocalDraft, LocalStorage, link_others, new_token
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import leads_out, open_regular, read_regular, read_regular_text, replace_text
 
@@ -42,7 +41,6 @@ CHECKSUMS: Final = "checksums.json"
 _MAX_TAG_BYTES: Final = 1024
 _MAX_SUMS_BYTES: Final = 2**28
 _PART_BYTES: Final = 2**24
-_THEIRS: Final = re.compile(r".+\.pt|zero_to_fp32\.py|checksums\.json|latest(_universal)?")
 _log = logging.getLogger("ds_ckpt")
 
 
@@ -246,7 +244,7 @@ def _zip_problem(path: Path) -> str:
 
 
 def check_target(root: str | os.PathLike[str], tag: str) -> None:
-    """Check that a checkpoint may be written to `root/tag`: nothing is there, or a checkpoint that it replaces.
+    """Check that a checkpoint may be written to `root/tag`: nothing is there, or a folder; one that is a checkpoint is replaced.
 
     Raises:
         CheckpointError: "ckpt-outside"; "ckpt-target-exists".
@@ -259,14 +257,9 @@ def check_target(root: str | os.PathLike[str], tag: str) -> None:
             fix="Give the directory as the first argument, and a plain name as the tag.",
         )
     target = Path(root) / tag
-    if not os.path.lexists(target) or ((target / MANIFEST).is_file() and not target.is_symlink()):
-        return
-    ours = target.is_dir() and not target.is_symlink()
-    if not ours or not all(
-        _THEIRS.fullmatch(name) or (name == "zero" and _has_model(str(target))) for name in os.listdir(target)
-    ):
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise CheckpointError(
-            f"{target} exists and is not a checkpoint; saving there would delete it",
+            f"{target} exists and is not a folder; saving there would delete it",
             code="ckpt-target-exists",
             fix="Choose another tag or directory, or move what is there.",
         )
@@ -275,7 +268,7 @@ def check_target(root: str | os.PathLike[str], tag: str) -> None:
 def publish_folder(root: str | os.PathLike[str], tag: str, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a folder `tag`, give it checksums, put it at `root/tag` and its name into `latest`. Returns its path.
 
-    An older checkpoint at that place stays until the new one is complete.
+    An older checkpoint at that place stays until the new one is complete; what a program put beside its files stays for good.
 
     Args:
         write: Is called with a folder in which it makes the folder `tag`.
@@ -292,6 +285,7 @@ def publish_folder(root: str | os.PathLike[str], tag: str, write: Callable[[Path
         files = {str(path.relative_to(here / tag)): list(_checksum(path)) for path in (here / tag).rglob("*.pt")}
         record = {"sequence": _next_number(Path(root)), "files": files}
         replace_text(here / tag / CHECKSUMS, json.dumps(record))
+        link_others(str(target), str(here / tag))
         if target.exists():
             target.rename(here / "replaced")
         (here / tag).rename(target)
