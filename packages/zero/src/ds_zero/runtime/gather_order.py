@@ -212,7 +212,7 @@ class Retention:
         until_update: Units in graphs of which no hook sees the end: they stay until the update, which makes those graphs unusable.
         until_phase_ends: Units that are needed once more in this phase, or may be on another rank.
         kept: Units that all ranks keep from their first use until the update.
-        strays: Units that nobody released who used them: calls that were interrupted, accesses that make no graph.
+        unclaimed: Units that nobody released who used them: calls that were interrupted, accesses that make no graph.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Retention:
         self.until_update: set[int] = set()
         self.until_phase_ends: set[int] = set()
         self.kept: frozenset[int] = frozenset()
-        self.strays: set[int] = set()
+        self.unclaimed: set[int] = set()
         self._several: set[int] = set()  # needed more than once in a forward since the update
         self._uses: Counter[int] = Counter()  # in the forwards whose graph a backward may go through
         self._paths_differ = self._keeps_graph = False

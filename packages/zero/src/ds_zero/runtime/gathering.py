@@ -140,7 +140,7 @@ class Gathering(AccessHandler):
         if torch.is_grad_enabled() or (order is self._forward and self._records):
             self._stays.share(number)
         else:
-            self._stays.strays.add(number)
+            self._stays.unclaimed.add(number)
         return True
 
     def _is_called(self, param: Parameter) -> bool:
@@ -263,7 +263,7 @@ class Gathering(AccessHandler):
             if not call.counted:
                 continue
             self._depth -= 1
-            self._stays.strays.update(call.numbers)
+            self._stays.unclaimed.update(call.numbers)
             for number in call.numbers:
                 self.running[number] -= 1
         if calls and self._depth == 0 and self._forward is not None:
@@ -275,12 +275,12 @@ class Gathering(AccessHandler):
         if order is not None:
             with outside_transforms():
                 self._finish(order, rounds=self._has_rounds)
-                self._put_back_strays()
+                self._put_back_unclaimed()
 
-    def _put_back_strays(self) -> None:
-        for number in self._stays.strays:
+    def _put_back_unclaimed(self) -> None:
+        for number in self._stays.unclaimed:
             self.put_back(number)
-        self._stays.strays.clear()
+        self._stays.unclaimed.clear()
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -389,7 +389,7 @@ class Gathering(AccessHandler):
         if order is not None:
             self._finish(order, rounds=self._has_rounds)
             self._stays.forward_ended(order.recorded, has_graph=self._records)
-        self._put_back_strays()
+        self._put_back_unclaimed()
         if self._stays.kept and order is self.orders.forwards[""]:  # every rank has them now, and until the update
             self.orders.skip(self._stays.kept)
 
