@@ -158,7 +158,7 @@ def test_units_stay_until_the_phase_ends_or_the_update():
     stays = Retention()
     stays.share(0)
     stays.until_phase_ends.add(1)
-    stays.kept = frozenset({2})
+    stays.persistent = frozenset({2})
     assert [stays.holds(unit) for unit in range(4)] == [True, True, True, False]
     assert [stays.outlasts_phase(unit) for unit in range(4)] == [True, False, True, False]
     assert stays.end_phase() == {1}

@@ -211,7 +211,7 @@ class Retention:
         shared: Units that were used outside their modules.
         until_update: Units in graphs of which no hook sees the end: they stay until the update, which makes those graphs unusable.
         until_phase_ends: Units that are needed once more in this phase, or may be on another rank.
-        kept: Units that all ranks keep from their first use until the update.
+        persistent: Units that all ranks keep from their first use until the update.
         unclaimed: Units that nobody released who used them: calls that were interrupted, accesses that make no graph.
     """
 
@@ -219,7 +219,7 @@ class Retention:
         self.shared: set[int] = set()
         self.until_update: set[int] = set()
         self.until_phase_ends: set[int] = set()
-        self.kept: frozenset[int] = frozenset()
+        self.persistent: frozenset[int] = frozenset()
         self.unclaimed: set[int] = set()
         self._several: set[int] = set()  # needed more than once in a forward since the update
         self._uses: Counter[int] = Counter()  # in the forwards whose graph a backward may go through
@@ -227,11 +227,11 @@ class Retention:
 
     def outlasts_phase(self, unit: int) -> bool:
         """Whether a unit stays gathered until the update."""
-        return unit in self.until_update or unit in self.kept
+        return unit in self.until_update or unit in self.persistent
 
     def holds(self, unit: int) -> bool:
         """Whether a unit stays gathered now, whoever has used it."""
-        return unit in self.until_update or unit in self.kept or unit in self.until_phase_ends
+        return unit in self.until_update or unit in self.persistent or unit in self.until_phase_ends
 
     def share(self, unit: int) -> None:
         """Mark a unit as used outside its module: in every graph from now on."""
@@ -273,7 +273,7 @@ class Retention:
 
     def updated(self) -> set[int]:
         """Return the units that stayed until the update: no earlier graph is usable."""
-        units, self.until_update = self.until_update | self.kept, set()
+        units, self.until_update = self.until_update | self.persistent, set()
         self._paths_differ = False
         self._several.clear()
         self._uses.clear()

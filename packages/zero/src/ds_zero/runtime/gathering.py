@@ -309,7 +309,7 @@ class Gathering(AccessHandler):
 
     def keep(self, numbers: Collection[int]) -> None:
         """Keep units gathered from their first use in a step until the update. The same on every rank, between steps."""
-        self._stays.kept = frozenset(numbers)
+        self._stays.persistent = frozenset(numbers)
         self.orders.skip(frozenset())
 
     def gather(self, number: int, order: GatherOrder | None) -> None:
@@ -390,8 +390,10 @@ class Gathering(AccessHandler):
             self._finish(order, rounds=self._has_rounds)
             self._stays.forward_ended(order.recorded, has_graph=self._records)
         self._put_back_unclaimed()
-        if self._stays.kept and order is self.orders.forwards[""]:  # every rank has them now, and until the update
-            self.orders.skip(self._stays.kept)
+        if (
+            self._stays.persistent and order is self.orders.forwards[""]
+        ):  # every rank has them now, and until the update
+            self.orders.skip(self._stays.persistent)
 
     def _finish(self, order: GatherOrder, *, rounds: bool) -> None:
         waiting = order.waiting

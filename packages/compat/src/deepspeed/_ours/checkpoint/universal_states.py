@@ -149,7 +149,7 @@ def _even(size: int, ranks: int, unsaid: str) -> list[int]:
     return [size // ranks] * ranks
 
 
-def cut_as_told(
+def cut_as_marked(
     current_param: Any, ckpt_dict: Mapping[str, Any], full_hp_param: Tensor, tp_rank: int, tp_world_size: int, state_key:
     str = "fp32",
 ) -> Tensor | None:  # fmt: skip
@@ -159,23 +159,25 @@ def cut_as_told(
         CheckpointError: it says that it cannot be restored, or what it says does not fit ("compat-files").
     """
     del ckpt_dict, state_key
-    told = restored_cut(current_param) or {}
-    conversion = told.get("conversion") or {}
+    marks = restored_cut(current_param) or {}
+    conversion = marks.get("conversion") or {}
     if why := conversion.get("unsupported_reason") or ("affine_map" in conversion and "it is cut by an affine map"):
         raise refused("cut-unknown", why)
-    if told.get("replicated"):
+    if marks.get("replicated"):
         return full_hp_param.flatten()
-    dim, shape = told.get("partition_dim"), told.get("logical_shape")
+    dim, shape = marks.get("partition_dim"), marks.get("logical_shape")
     if dim is None or shape is None:
         return None
-    whole, sizes, several = full_hp_param.view(shape), told.get("sub_param_sizes"), told.get("sub_param_shape")
+    whole, sizes, several = full_hp_param.view(shape), marks.get("sub_param_sizes"), marks.get("sub_param_shape")
     if sizes is None and several is not None:
         dim = getattr(several, "partition_dim", dim)
         sizes = getattr(several, "shape", several)[dim]
     if sizes is not None:
-        sizes, version = [sizes] if isinstance(sizes, int) else sizes, told.get("universal_checkpoint_version", 0.0)
-        return narrow_sub_params(whole, dim, sizes, told.get("sub_param_shard_widths"), tp_rank, tp_world_size, version)
-    widths = told.get("partition_sizes") or _even(whole.shape[dim], tp_world_size, "partition_sizes")
+        sizes, version = [sizes] if isinstance(sizes, int) else sizes, marks.get("universal_checkpoint_version", 0.0)
+        return narrow_sub_params(
+            whole, dim, sizes, marks.get("sub_param_shard_widths"), tp_rank, tp_world_size, version
+        )
+    widths = marks.get("partition_sizes") or _even(whole.shape[dim], tp_world_size, "partition_sizes")
     return whole.split(list(widths), dim)[tp_rank].flatten()
 
 
@@ -226,7 +228,7 @@ def load_hp_checkpoint_state(
                 f"{folder} has experts, of which rank {ep_rank} of {ep_size} was to load its own",
                 "Call engine.load_checkpoint with `checkpoint.load_universal`.",
             )
-        part = cut_as_told(self, stored, stored["param"], tp_rank, tp_world_size, path.stem)
+        part = cut_as_marked(self, stored, stored["param"], tp_rank, tp_world_size, path.stem)
         if part is None:
             part = _cut_as_joined(stored, self, tp_rank, tp_world_size)
         if address.start + address.numel > part.numel():

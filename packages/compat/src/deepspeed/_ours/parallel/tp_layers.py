@@ -142,20 +142,20 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
             if param is None:
                 continue
             shape, dim = list(_whole_shape(param)), self.sharded_dim(param)
-            told: dict[str, Any] = {"target_partition_shape": tuple(param.shape), "replicated": dim is None}
+            marks: dict[str, Any] = {"target_partition_shape": tuple(param.shape), "replicated": dim is None}
             if dim is not None:
                 shape[dim] = self.cut.size
-                told["partition_dim"] = dim
+                marks["partition_dim"] = dim
                 if widths is None:
-                    told["partition_sizes"] = tuple(map(self.cut.width, range(self.tp_world_size)))
+                    marks["partition_sizes"] = tuple(map(self.cut.width, range(self.tp_world_size)))
                 else:
                     sizes = tuple(map(sum, widths))
                     spec = [*(self.__dict__["_options"].get("shape") or shape)] if param.dim() > 1 else [sizes]
                     spec[dim] = sizes
-                    told |= {"sub_param_sizes": sizes, "sub_param_shape": spec, "sub_param_shard_widths": widths}
+                    marks |= {"sub_param_sizes": sizes, "sub_param_shape": spec, "sub_param_shard_widths": widths}
             meta = metadata(
                 partition_type="row" if self.cut.dim else "column", logical_shape=shape, original_shape=shape,
-                output_shape=shape[:1], is_bias=param is self.bias, unsupported_reason=self._why_not_joined(), **told,
+                output_shape=shape[:1], is_bias=param is self.bias, unsupported_reason=self._why_not_joined(), **marks,
             )  # fmt: skip
             setattr(param, META, meta)
 
