@@ -40,7 +40,8 @@ from ds_zero.policies.tiled_layers import TiledLinear
 from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.sharded_parameter import ShardedParameter
-from ds_zero.update.sharded_optimizer import ShardedOptimizer, StepReport, shard
+from ds_zero.update.sharded_optimizer import ShardedOptimizer, StepReport
+from ds_zero.update.sharding_call import shard
 
 __all__ = [
     "QGZ",

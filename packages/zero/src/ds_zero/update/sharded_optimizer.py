@@ -19,20 +19,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ds_comm as comm
-from ds_comm import Group, LocalShard
+from ds_comm import LocalShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
-from ds_zero.layout.elements import Kind
-from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
-from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
+from ds_zero.layout.dtypes_plan import ScaleState, next_scale
+from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
+from ds_zero.layout.units import DENSE
 from ds_zero.runtime.attributes import GradientAccess
 from ds_zero.runtime.gradient_norms import GradientAgreement
 from ds_zero.runtime.reduce_runtime import ZeroGrad
@@ -54,7 +52,7 @@ from ds_zero.update.rank_agreement import (
 from ds_zero.update.weight_views import WeightViews, not_published
 from ds_zero.update.wrapped_optimizer import check_inner, class_name_of, owns_reduction, traits_of
 
-__all__ = ["ShardedOptimizer", "StepReport", "shard"]
+__all__ = ["ShardedOptimizer", "StepReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,52 +532,3 @@ class ShardedOptimizer(Optimizer):
         self.inner.state = defaultdict(dict)
         for group in self.param_groups:
             group["params"] = []
-
-
-class _Options(TypedDict, total=False):
-    stage: int | ShardingStrategy
-    group: Group | dist.ProcessGroup | None
-    precision: Precision | str | None
-    reduce_dtype: torch.dtype | None
-    clip: float | None
-    norm: Group | dist.ProcessGroup | None
-    overlap: bool
-    policy: UnitSizePolicy
-    strict: bool
-    layout: Kind | None
-    shard_size: int | None
-    nodes: NodeTopology | None
-    sparse: bool
-    memory: Literal["auto", "private", "shared"]
-    offload_optimizer: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy]
-    offload_params: str | OffloadPolicy
-    quantized_comm: CommFormat
-
-
-@overload
-def shard(model: nn.Module, optimizer: Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer: ...
-@overload
-def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> ShardedModel: ...
-def shard(
-    model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
-) -> ShardedOptimizer | ShardedModel:
-    """Shard a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
-
-    Args:
-        model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
-        optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
-        options: The fields of `ShardOptions`.
-    Returns:
-        A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
-    Raises:
-        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
-            ("zero-foreign-parameters"), or an option is not known.
-    Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
-    that keeps one clones it; between a backward and the step `param.grad` is a `ShardedGradient`.
-    """
-    chosen = ShardOptions(**options)
-    if optimizer is None:
-        return ShardedModel(model, {}, chosen)
-    made = ShardedOptimizer(model, optimizer, chosen)
-    made.show_gradients()
-    return made
