@@ -98,7 +98,11 @@ def test_plain_states_need_no_newer_reader(tmp_path):
 
 @pytest.mark.parametrize("layout", ["universal", "regular"])
 def test_what_is_written_for_deepspeed_are_values(tmp_path, layout):
-    meta = {"client": encode({**PLAIN, "weights": torch.arange(3), "progress": Progress(2, date(2026, 1, 5))})}
+    random, args = np.random.default_rng(1).permutation(4), argparse.Namespace(layers=2, kind=Kind.ENCODER)
+    more = {"rng": ("MT19937", random, np.float64(0.5)), "args": args}
+    gone = {"~": "enum", "class": "not_here:Kind", "value": "A"}  # where the program that has the class does not run
+    meta = {"client": encode({**PLAIN, **more, "weights": torch.arange(3), "progress": Progress(2, date(2026, 1, 5))})}
+    meta["client"]["gone"] = gone
     meta["optimizer"] = {"groups": [{"lr": 0.1}], "scalars": {"step": {"w": 1.0}}, "names": [["w"]]}
     source = from_dict({f"{kind}/w{state}": torch.ones(2) for kind, state in PARTS}, meta)
     if layout == "universal":
@@ -109,7 +113,15 @@ def test_what_is_written_for_deepspeed_are_values(tmp_path, layout):
     written = load_pt(file)
     _same({key: written[key] for key in PLAIN}, PLAIN)
     assert torch.equal(written["weights"], torch.arange(3))
-    back = _client(open_deepspeed(tmp_path, allow_pickle=True))
+    plain = torch.load(file, weights_only=False)  # as DeepSpeed's programs do
+    assert plain["rng"][::2] == ("MT19937", 0.5)
+    assert np.array_equal(plain["rng"][1], random)
+    assert (plain["args"], plain["gone"]) == (args, gone)
+    source = open_deepspeed(tmp_path, allow_pickle=True)
+    assert source.meta["client"].pop("gone") == gone
+    back = _client(source)
     assert back.pop("progress") == Progress(2, date(2026, 1, 5))  # which no pickle may name: it lies there as JSON
     assert torch.equal(back.pop("weights"), torch.arange(3))
+    assert np.array_equal(back.pop("rng")[1], random)
+    assert back.pop("args") == args
     _same(back, PLAIN)

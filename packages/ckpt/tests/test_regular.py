@@ -270,9 +270,8 @@ def test_tied_layers_of_a_pipeline_are_with_all_that_share_them(tmp_path):
 def test_layer_files_that_are_numbered_by_a_tensor_axis_of_one_are_read(tmp_path):
     source = _state({"0.weight": (3,), "1.weight": (4,)})
     source = type(source)(source.entries, {}, source.meta)
-    path = write_regular(source, tmp_path, "t", Regular(1, 1, pipeline=(0, 1)), allow_pickle=True)
-    for number in (0, 1):
-        (path / f"layer_0{number}-model_states.pt").rename(path / f"layer_0{number}-model_00-model_states.pt")
+    path = write_regular(source, tmp_path, "t", Regular(1, 1, pipeline=(0, 1), place="model_00"), allow_pickle=True)
+    assert sorted(p.name for p in path.glob("layer*")) == [f"layer_0{n}-model_00-model_states.pt" for n in (0, 1)]
     _same(open_deepspeed(tmp_path, allow_pickle=True), source)
     torch.save({}, path / "layer_00-model_01-model_states.pt")
     with pytest.raises(UnsupportedError, match="2 tensor-parallel ranks and no universal_checkpoint_info"):

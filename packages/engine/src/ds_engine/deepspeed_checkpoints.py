@@ -137,7 +137,8 @@ def layout_of(plan: Plan, group: Group, model: nn.Module) -> Regular:
         if isinstance(layer, TiedLayerSpec):
             tied.setdefault(layer.key, []).append(number)
     shared = tuple((key, tuple(numbers)) for key, numbers in tied.items())
-    return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), tied=shared)
+    place = model.places.topology.get_rank_repr(group.ranks[group.rank])
+    return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), place=place, tied=shared)
 
 
 def _draft_of(tag: str) -> str:

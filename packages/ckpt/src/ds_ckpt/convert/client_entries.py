@@ -9,11 +9,12 @@ from ds_ckpt.client_state import decode, encode, has_tags
 from ds_ckpt.convert.pickled_objects import without_objects
 from ds_ckpt.jsontext import Json, to_json
 from ds_ckpt.tagged_values import KIND
-from ds_config.errors import DsError
+from ds_config.errors import CheckpointError, DsError
 
 __all__ = ["client_entries", "client_json"]
 
-# Kinds whose values torch's weights-only unpickler loads, here and in other programs.
+# Kinds whose values torch's weights-only unpickler loads, here and in other programs; and from `ndarray` on those that are data here only,
+# which programs of DeepSpeed expect as they were: states of random generators (GPT-NeoX), arguments (Megatron).
 _SAFE = frozenset(
     [
         "int",
@@ -31,13 +32,25 @@ _SAFE = frozenset(
         "dtype",
         "device",
         "layout",
+        "ndarray",
+        "scalar",
+        "Namespace",
+        "SimpleNamespace",
+        "enum",
     ]
 )
 
 
 def client_entries(client: Json) -> dict[str, Any]:
-    """Return the values of a meta's client state; an entry that would need a class of a program to be loaded stays JSON."""
-    return {key: decode(value) if _kinds(value) <= _SAFE else value for key, value in dict(client or {}).items()}
+    """Return the values of a meta's client state; an entry that would need another class of a program to be loaded stays JSON."""
+    return {key: _value(value) if _kinds(value) <= _SAFE else value for key, value in dict(client or {}).items()}
+
+
+def _value(entry: Json) -> Any:
+    try:
+        return decode(entry)
+    except CheckpointError:  # a member of an enum that this process has not
+        return entry
 
 
 def client_json(state: Mapping[Any, Any], left_out: list[str]) -> dict[str, Json]:

@@ -61,7 +61,8 @@ def restored(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(restored, value))
     if isinstance(value, dict):
-        value.update({key: restored(item) for key, item in value.items()})
+        for key, item in value.items():  # not `update`, which adds to a Counter
+            value[key] = restored(item)
     return value
 
 

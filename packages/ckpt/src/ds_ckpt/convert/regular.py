@@ -297,8 +297,9 @@ class _RankFileWriter:
             numbers, leaf = _place(name, self.layout)
             for number in set(numbers) & layers.keys():
                 layers[number][leaf] = value
+        place = self.layout.place and f"-{self.layout.place}"
         for number, state in layers.items():
-            save_pt(state, self.folder / f"layer_{number:02d}-model_states.pt")
+            save_pt(state, self.folder / f"layer_{number:02d}{place}-model_states.pt")
 
     def _experts(self, mp: int) -> None:
         for layer, (prefix, ids) in enumerate(_experts_of(n for names in self.groups for n in names).items()):
