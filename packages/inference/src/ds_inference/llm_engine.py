@@ -27,7 +27,7 @@ from ds_inference.decoder_model import Cache, Decoder, Runner
 from ds_inference.flights import ComputedPart, PendingTokens, RowGroup, StepFlight, feed_tokens, point_to_rows
 from ds_inference.paged_attention import make_batch
 from ds_inference.recovery import compute_apart
-from ds_inference.sampling import SamplingParams, derive_seed, draw_seed, separate
+from ds_inference.sampling import SamplingParams, derive_seed, draw_seed, prompt_lookup, separate
 from ds_inference.scheduler import Request, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput, StepOutcome
 
 __all__ = ["LLMEngine", "RequestOutput", "TokenOutput", "Tokenizer"]
@@ -277,7 +277,7 @@ class LLMEngine:
             if ask is not None and chunk.outputs:
                 drafts = chunk.tokens[len(chunk.tokens) - chunk.outputs + 1 :]
                 groups.append(RowGroup(ask.request, ask.how, first, drafts))
-                copies = ((_renamed(ask.request, identity), how) for identity, how in ask.copies.items())
+                copies = ((ask.request.renamed(identity), how) for identity, how in ask.copies.items())
                 groups += [RowGroup(request, how, first) for request, how in copies]
         return PendingTokens(part.logits, groups)
 
@@ -519,7 +519,7 @@ class LLMEngine:
     def _drafts(self) -> dict[int, Sequence[int]]:
         """Guess tokens of requests that generate; not where samples begin with the next token, and with that alone."""
         asks = {i: a.request for i, a in self._asks.items() if a.request.generates and not a.copies}
-        return {i: _guess(request.tokens, self.speculate) for i, request in asks.items()}
+        return {i: prompt_lookup(request.tokens, self.speculate) for i, request in asks.items()}
 
 
 def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dtype: torch.dtype | None) -> None:
@@ -546,24 +546,6 @@ def _sample(how: SamplingParams, number: int) -> SamplingParams:
     """Of several samples, one."""
     seed = draw_seed() if how.seed is None else how.seed
     return replace(how, seed=derive_seed(seed, "sample", number), n=1)
-
-
-def _renamed(request: Request, identity: int) -> Request:
-    """Copy a request's tokens into a request with another identity, not known to any scheduler."""
-    renamed = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
-    renamed.num_prompt_tokens = request.num_prompt_tokens
-    return renamed
-
-
-def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512) -> Sequence[int]:
-    """Propose the tokens that followed the last earlier occurrence of the last tokens (prompt lookup; Saxena 2023)."""
-    first = max(0, len(tokens) - back)
-    for width in range(min(longest, len(tokens) - 1), 0, -1):
-        tail = tuple(tokens[-width:])
-        for start in range(len(tokens) - width - 1, first - 1, -1):
-            if tuple(tokens[start : start + width]) == tail:
-                return tokens[start + width : start + width + count]
-    return ()
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:

@@ -91,6 +91,12 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
 
+    def renamed(self, request_id: int) -> Request:
+        """Copy the tokens into a request with another identity, not known to any scheduler."""
+        copied = Request(request_id, list(self.tokens), self.limit, self.priority, self.salt)
+        copied.num_prompt_tokens = self.num_prompt_tokens
+        return copied
+
     @property
     def generates(self) -> bool:
         """Whether only the newest token is not computed."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["LARGEST_BIAS", "SamplingParams", "derive_seed", "draw_seed", "separate"]
+__all__ = ["LARGEST_BIAS", "SamplingParams", "derive_seed", "draw_seed", "prompt_lookup", "separate"]
 
 LARGEST_BIAS: Final = 1e30
 """Biases and penalties reach no further, so that fp32 has room for their sums."""
@@ -166,3 +166,21 @@ def derive_seed(seed: int, kind: str, number: int) -> int:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def prompt_lookup(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512) -> Sequence[int]:
+    """Propose the tokens that followed the last earlier occurrence of the last tokens (Saxena 2023).
+
+    Args:
+        tokens: Known so far.
+        count: At most so many are proposed.
+        longest: How many of the last tokens are looked for, or fewer.
+        back: How far.
+    """
+    first = max(0, len(tokens) - back)
+    for width in range(min(longest, len(tokens) - 1), 0, -1):
+        tail = tuple(tokens[-width:])
+        for start in range(len(tokens) - width - 1, first - 1, -1):
+            if tuple(tokens[start : start + width]) == tail:
+                return tokens[start + width : start + width + count]
+    return ()
