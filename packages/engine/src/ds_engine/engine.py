@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
-from ds_comm import Group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest
 from ds_engine.batches import BatchSource
@@ -38,7 +37,7 @@ from ds_engine.executor import Passes
 from ds_engine.full_state import full_state, load_whole, save_whole
 from ds_engine.garbage_collection import pause_collector
 from ds_engine.loader import LoaderRole, ResumableLoader, loader_of
-from ds_engine.loss_total import LossAccumulator, SumLoss, Totals, loss_of
+from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
 from ds_engine.lr_schedules import advance, momentum_of, set_momentum, set_rates
 from ds_engine.mixed_precision import buffer_note
 from ds_engine.plan import Plan
@@ -46,6 +45,7 @@ from ds_engine.planner import rebatched
 from ds_engine.pretrained import SavesWhole
 from ds_engine.result import StepResult
 from ds_engine.step_telemetry import RunStatus
+from ds_engine.step_totals import gain_of, settle, totals_after
 from ds_engine.uneven_inputs import WeightedBatch
 from ds_engine.whole_values import KnownState
 from ds_parallel.sequence.part_check import check_parts
@@ -98,7 +98,7 @@ class Engine(nn.Module):
             # A method of the engine would be a circle, and the engine would never end by itself.
             self.optimizer.judge = self._health.nonfinite
             self.optimizer.before_update = self.checkpointer.before_update
-            self.optimizer.gain = _gain(plan, self._averaging.size, scaled=False)
+            self.optimizer.gain = gain_of(plan, self._averaging.size, scaled=False)
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -665,7 +665,7 @@ class Engine(nn.Module):
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
         optimizer = self._trains("backward")
-        optimizer.gain = _gain(self.plan, self._averaging.size, scaled=True)
+        optimizer.gain = gain_of(self.plan, self._averaging.size, scaled=True)
         return part, optimizer.scale(before)
 
     def _note(self, loss: Tensor | SumLoss, divide: bool = True) -> None:
@@ -679,7 +679,7 @@ class Engine(nn.Module):
     def _updated(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
         optimizer, counters, feed = self._trains("step"), self.counters, self._feed
         samples = feed.samples() or self._samples(self._ledger.losses)
-        totals = _settle(self._ledger, optimizer, self.plan, self._averaging, self.device)
+        totals = settle(self._ledger, optimizer, self.plan, self._averaging, self.device)
         lr = tuple(self.get_lr())
         self.checkpointer.before_update()
         self._health.step_number = counters.steps + 1
@@ -688,7 +688,7 @@ class Engine(nn.Module):
         if optimizer.keeps_gradients:
             optimizer.zero_grad()
         self._position, waited_s, report = 0, feed.complete(), optimizer.last
-        totals, skipped = _totals_after(optimizer, totals), report is not None and report.skipped
+        totals, skipped = totals_after(optimizer, totals), report is not None and report.skipped
         tokens = 0 if totals is None else int(totals.count or 0)
         counters.add(samples=samples, tokens=tokens, skipped=skipped)
         advance(self.lr_scheduler, lr_kwargs, applied=not skipped, samples=samples)
@@ -724,41 +724,6 @@ class Engine(nn.Module):
 
 def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)
-
-
-def _gain(plan: Plan, ranks: int, *, scaled: bool) -> float:
-    """Return what averages over `ranks` are to be multiplied by.
-
-    Args:
-        scaled: Whether losses went through the engine, which divides them by `plan.predivide`.
-    """
-    return (ranks if plan.sums else 1.0) * (plan.predivide if scaled else 1.0)
-
-
-def _settle(
-    ledger: LossAccumulator, optimizer: ShardedOptimizer, plan: Plan, group: Group, device: torch.device
-) -> Totals | None:
-    """Reduce the losses over `group` before the update, and set what the optimizer divides by. Collective.
-
-    Gradients of sum losses, divided by microbatches and ranks so far, are divided by their count, which is needed before the
-    update. Mean losses in host memory travel with the optimizer's own all-reduce in the update; `_totals_after` then has them.
-
-    Returns:
-        The totals of the step; None where they come with the update, or where no loss was noted.
-    """
-    optimizer.gain = _gain(plan, group.size, scaled=bool(ledger.losses))
-    later = device.type == "cpu" and ledger.waits and optimizer.sharding.group.ranks == group.ranks
-    totals, optimizer.extra = (None, ledger.leave()) if later else (ledger.close(group), ())
-    if totals is not None and totals.count is not None:
-        averaged = plan.batch.accumulation * (1 if plan.sums else group.size)
-        optimizer.divisor = (totals.count or 1.0) / averaged
-    return totals
-
-
-def _totals_after(optimizer: ShardedOptimizer, before: Totals | None) -> Totals | None:
-    """Return the totals of a step after its update: those that the update reduced, or those known before."""
-    report = optimizer.last
-    return Totals.of(*report.extra) if report is not None and report.extra else before
 
 
 @contextmanager
