@@ -269,6 +269,28 @@ def test_layers_that_are_computed_again_draw_from_the_tracker_again():
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@world(2, backend=None)
+def test_an_embedding_is_trained_where_it_is_computed_again(reentrant):
+    """Its input needs no gradient, and reentrant checkpointing gives none to what is between such an input and an output."""
+    deepspeed.init_distributed("gloo")
+    net = PipelineModule(
+        [nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 1)], num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform"
+    )  # fmt: skip
+    before = [param.detach().clone() for param in net.parameters()]
+    section = {"activation_checkpoint_interval": 1, "use_reentrant": reentrant}
+    engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config={**CONFIG, "pipeline": section})[
+        0
+    ]
+    wanted = deepspeed.checkpointing.checkpoint if reentrant else deepspeed.checkpointing.non_reentrant_checkpoint
+    assert net.activation_checkpoint_func is wanted
+    assert engine._reentrant_activation_checkpointing() == reentrant
+    ids = torch.arange(10).view(2, 5) % 7
+    engine.train_batch(itertools.repeat((ids, torch.ones(2, 5, 1))))
+    assert not any(torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+    engine.close()
+
+
 @world(2, backend=None)
 def test_forwards_of_seeded_layers_draw_what_upstreams_draw():
     deepspeed.init_distributed("gloo")

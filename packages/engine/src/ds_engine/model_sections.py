@@ -27,7 +27,9 @@ class PipelineConfig(StrictModel):
     )
     pipe_partitioned: Annotated[bool, NoEffect("what passes between stages passes whole")] = True
     grad_partitioned: Annotated[bool, NoEffect("what passes between stages passes whole")] = True
-    use_reentrant: Annotated[bool, NoEffect("layers of a stage are always computed again in one way")] = True
+    use_reentrant: Annotated[
+        bool, NoEffect("either way gives the same numbers; only DeepSpeed's PipelineModule has both")
+    ] = True
 
 
 class SparseAttentionConfig(StrictModel):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base.raising import also, not_supported
+from deepspeed._ours.config.accepted_keys import section_of
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
+from deepspeed._ours.training_engine.activation_checkpointing_api import checkpoint, non_reentrant_checkpoint
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.pipeline_module import PipelineError, PipelineParallelGrid
 from ds_comm import Group, all_reduce
@@ -34,6 +36,21 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
 
     agg_train_loss: Tensor | None = None
     _INSTRUCTION_MAP = _NoInstructions()
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        model: Any = self.module
+        asked = section_of(self._config._param_dict, "pipeline").get("use_reentrant", True)
+        if not asked and getattr(model, "activation_checkpoint_func", None) is checkpoint:
+            model.activation_checkpoint_func = non_reentrant_checkpoint
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """Whether layers are computed again by a backward inside the backward."""
+        model: Any = self.module
+        return (
+            getattr(model, "activation_checkpoint_func", None) is checkpoint
+            and model.activation_checkpoint_interval > 0
+        )
 
     @functools.cached_property
     def grid(self) -> PipelineParallelGrid:
