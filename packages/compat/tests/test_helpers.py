@@ -722,3 +722,46 @@ def test_every_generator_is_seeded():
 
     assert drawn() == drawn()
     assert drawn()[1] == np.random.RandomState(7).rand()
+
+
+def test_arguments_are_taken_by_upstreams_names_and_in_its_order():
+    """A table of what programs may call by position or by keyword: (callable, upstream's first arguments)."""
+    import inspect
+
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, SubParamLinearLayer
+    from deepspeed.moe.utils import has_moe_layers
+    from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap
+    from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
+
+    table = {
+        deepspeed.utils.set_z3_leaf_modules_by_name: "model module_names flag raise_if_not_found",
+        deepspeed.utils.set_z3_leaf_modules_by_suffix: "model module_name_suffixes flag raise_if_not_found",
+        deepspeed.utils.safe_update_full_grad_vectorized: "param_list update_func",
+        deepspeed.zero.Init: "module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path config "
+        "enabled dtype mpu zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights "
+        "sequence_data_parallel_group param_swapper tensor_overrides",
+        deepspeed.DeepSpeedEngine.register_compile_pass: "self pass_name pass_fn contract",
+        deepspeed.PipelineEngine.module_state_dict: "self exclude_frozen_parameters",
+        LinearLayer: "module mp_group skip_partition gather_output",
+        SubParamLinearLayer: "module mp_group shape partition_dim",
+        LinearAllreduce.forward: "self input",
+        LinearModuleForZeroStage3.forward: "self input",
+        zero3_linear_wrap: "input weight bias",
+        has_moe_layers: "m",
+        single_all_to_all: "input scatter_idx gather_idx batch_dim_idx group async_op handle type num_kv_heads",
+        DistributedAttention: "local_attention sequence_process_group scatter_idx gather_idx sp_stream num_kv_heads",
+    }
+    for target, names in table.items():
+        assert list(inspect.signature(target).parameters)[: len(names.split())] == names.split(), target
+
+
+def test_schedulers_take_their_parameters_by_position():
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    cycle = lr_schedules.OneCycle(optimizer, 0.01, 0.1, 0.0, 4)
+    assert (cycle.cycle_min_lr, cycle.cycle_max_lr, cycle.cycle_first_step_size) == (0.01, 0.1, 4)
+    decay = lr_schedules.WarmupDecayLR(optimizer, 10, 0.0, 0.1, 2, "linear", 3)
+    assert (decay.total_num_steps, decay.warmup_max_lr, decay.last_batch_iteration) == (10, 0.1, 3)
+    with pytest.raises(TypeError, match="each once"):
+        lr_schedules.WarmupLR(optimizer, 0.0, warmup_min_lr=0.1)

@@ -283,6 +283,8 @@ def test_leaf_modules():
     assert deepspeed.utils.get_z3_leaf_modules(model) == []
     assert deepspeed.utils.set_z3_leaf_modules_by_name(model, ["2"]) == ([model[2]], [])
     assert deepspeed.utils.set_z3_leaf_modules_by_suffix(model, ["2.0"]) == ([model[2][0]], [])
+    assert deepspeed.utils.set_z3_leaf_modules_by_name(model, ["2"], False) == ([model[2]], [])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[2][0]]
     assert deepspeed.utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
     with pytest.raises(ValueError, match="no modules"):
         deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv2d])

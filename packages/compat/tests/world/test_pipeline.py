@@ -242,6 +242,33 @@ def train_alone(steps):
     return told
 
 
+class Manual(PipelineModule):
+    """As programs cut a model by hand."""
+
+    def _partition_layers(self, method="uniform"):
+        if method != "manual":
+            super()._partition_layers(method)
+            return
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = [0, 4, len(self._layer_specs)]
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+@world(2, backend=None)
+def test_a_program_cuts_by_hand(monkeypatch):
+    deepspeed.init_distributed("gloo")
+    net = Manual(layers(), num_stages=2, loss_fn=nn.MSELoss(), partition_method="manual")
+    assert [*net.parts] == [0, 4, 5]
+    assert (net._local_start, net._local_stop) == [(0, 4), (4, 5)][dist.get_rank()]
+    engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)[0]
+    losses = [float(engine.train_batch(batches())) for _ in range(2)]
+    assert losses[1] < losses[0]
+    engine.close()
+    assert [*Manual(layers(), num_stages=2, partition_method="parameters").parts] == [0, 2, 5]
+    monkeypatch.setattr(PipelineModule, "_count_layer_params", lambda self: [0, 0, 5, 5, 0])
+    assert [*PipelineModule(layers(), num_stages=2, partition_method="parameters").parts] == [0, 3, 5]
+
+
 class Forked(nn.Linear):
     """A layer whose dropout differs between tensor-parallel ranks."""
 

@@ -202,25 +202,25 @@ class RandomLayerTokenDrop(nn.Module):
 
     random_ltd_router: Router | None = None
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on a random part of the tokens in training; the rest bypass the layer.
 
         [batch, length, width] (or length first) -> the same shape, with the further outputs of the layer.
         """
         router, plain = self.random_ltd_router, super().forward
         if router is None or not self.training:
-            return plain(hidden, *args, **kwargs)
+            return plain(hidden_states, *args, **kwargs)
         config, axis = router.config, int(router.config.order == "batch_seq_dim")
-        length = hidden.shape[axis]
+        length = hidden_states.shape[axis]
         if router.num_kept >= length:
-            return plain(hidden, *args, **kwargs)
-        places = router.draw(hidden.shape[1 - axis], length, hidden.device)
+            return plain(hidden_states, *args, **kwargs)
+        places = router.draw(hidden_states.shape[1 - axis], length, hidden_states.device)
         if config.mask_name is not None and kwargs.get(config.mask_name) is not None:
             kwargs[config.mask_name] = _cut_mask(kwargs[config.mask_name], places, length, config.model_type)
-        index = (places if axis else places.t())[:, :, None].expand(-1, -1, hidden.shape[2])
-        out = plain(hidden.gather(axis, index), *args, **kwargs)
+        index = (places if axis else places.t())[:, :, None].expand(-1, -1, hidden_states.shape[2])
+        out = plain(hidden_states.gather(axis, index), *args, **kwargs)
         first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
-        whole = hidden.to(first.dtype).scatter(axis, index, first)
+        whole = hidden_states.to(first.dtype).scatter(axis, index, first)
         return whole if rest is None else (whole, *rest)
 
 
@@ -286,11 +286,11 @@ def stop_routing(model: nn.Module) -> None:
             module.random_ltd_router = None
 
 
-def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Rename tensors that DeepSpeed saved from a wrapped model to the plain model's names; nested mappings too."""
     return {
         name.replace(_PREFIX, "."): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
-        for name, value in state.items()
+        for name, value in state_dict.items()
     }
 
 

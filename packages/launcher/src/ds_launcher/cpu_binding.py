@@ -10,15 +10,15 @@ from ds_config.errors import ConfigError
 __all__ = ["parse_range", "parse_ranges", "share_cores"]
 
 
-def parse_range(text: str) -> range:
+def parse_range(rng: str) -> range:
     """Parse the range "3" or "2-4", both ends included.
 
     Raises:
         ConfigError: the text is neither ("launch-cores").
     """
-    first, dash, last = text.partition("-")
+    first, dash, last = rng.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-        raise _bad(text, "a range is a number, or two with a dash between, the smaller one first")
+        raise _bad(rng, "a range is a number, or two with a dash between, the smaller one first")
     return range(int(first), int(last or first) + 1)
 
 

@@ -23,9 +23,9 @@ __all__ = [
 Group = dict[str, Any]
 
 
-def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether there is an MoE layer, and the number of experts of the first."""
-    first = next((module for module in model.modules() if isinstance(module, MOELayer)), None)
+    first = next((module for module in m.modules() if isinstance(module, MOELayer)), None)
     return (False, 0) if first is None else (True, first.num_experts)
 
 

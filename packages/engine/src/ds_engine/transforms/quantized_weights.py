@@ -64,9 +64,9 @@ class CodedLinear(nn.Module):
     def _coded(self) -> QuantTensor:
         return QuantTensor(self.codes, self._spec, self.in_features, (self.out_features, self.in_features), self._dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
         """Apply the quantized layer: [..., in_features] to [..., out_features]."""
-        return quantized_linear(x, self._coded(), self.bias)
+        return quantized_linear(input, self._coded(), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self._spec.format.name}"

@@ -65,6 +65,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: Dim of the heads.
         gather_idx: Dim of the sequence.
         sp_stream: None. Exchanges run beside each other on the group's own stream.
+        num_kv_heads: Key-value heads that keys have; by default as many as they come with.
     """
 
     shares_sequences = True  # an engine looks for it
@@ -76,6 +77,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         if sp_stream is not None:
@@ -86,7 +88,7 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn = local_attention
         self.group: Group = as_group(sequence_process_group)
-        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self.scatter_idx, self.gather_idx, self.num_kv_heads = scatter_idx, gather_idx, num_kv_heads
 
     def forward(
         self,
@@ -119,6 +121,12 @@ class DistributedAttention(nn.Module):
                 f"batch_dim_idx = {batch_dim_idx}, scatter_idx = {heads}, gather_idx = {seq}",
                 code="sequence-dims",
                 fix="Name the dims of batch, heads and sequence: 1, 2, 0 for [s, b, h, d], 0, 2, 1 for [b, s, h, d].",
+            )
+        if self.num_kv_heads not in (None, key.shape[heads]):
+            raise PlanError(
+                f"DistributedAttention was made with num_kv_heads = {self.num_kv_heads}, and keys of shape {list(key.shape)} have {key.shape[heads]} at dim {heads}",
+                code="tensor-heads",
+                fix="Leave num_kv_heads out, or say how many heads keys have when they come.",
             )
         dealt = assign_heads(HeadCounts(query.shape[heads], key.shape[heads]), len(group.ranks))
         query, key, value = to_heads(query, key, value, dealt, (heads, seq), group, lengths)

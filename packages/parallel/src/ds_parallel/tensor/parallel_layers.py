@@ -187,9 +187,9 @@ class _Front:
 
 
 class _Column(_Front):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
         part, outs = self._ds_part, []
-        x = part.fan(x)
+        x = part.fan(input)
         several = len(part.cut.parts) > 1
         for index in range(len(part.cut.parts)):
             end = f"_{index}" if several else ""
@@ -207,8 +207,8 @@ class _Row(_Front):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
-        part = self._ds_part
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
+        part, x = self._ds_part, input
         part.fan.end()
         if part.split_input:
             x = split(x, part.group, -1, part.widths(0))
@@ -227,8 +227,8 @@ class _Vocabulary(_Front):
     weight: Tensor
     padding_idx: int | None
 
-    def forward(self, ids: Tensor) -> Tensor:
-        part = self._ds_part
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Embedding's name
+        part, ids = self._ds_part, input
         start, stop = part.cut.parts[0][part.group.rank]
         local = ids - start
         outside = (local < 0) | (local >= stop - start)
@@ -240,9 +240,9 @@ class _Features(_Front):
     weight: Tensor
     padding_idx: int | None
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Embedding's name
         part = self._ds_part
-        features = functional.embedding(ids, self.weight, self.padding_idx)
+        features = functional.embedding(input, self.weight, self.padding_idx)
         return gather(features, part.group, -1, part.widths(0)) if part.gather_output else features
 
 

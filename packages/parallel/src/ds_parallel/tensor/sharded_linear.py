@@ -83,8 +83,9 @@ class ShardedLinear(nn.Module):
             offset += stop - start
         return offsets
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
         """Map [..., in] to [..., out]: this rank's outputs, or all of them where they are summed or gathered."""
+        x = input
         if self.cut.dim == 0:
             out = functional.linear(copy(x, self.group), self.weight, self.bias)
             return self._gathered(out) if self.gather_output else out

@@ -416,13 +416,13 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: Sequence[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
+    param_list: Sequence[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
 ) -> None:
     """`update_func(averaged gradient, parameter)` gives the new gradient. Collective: one collective a unit, not a parameter.
 
     Every rank calls `update_func` for every parameter, with the same values.
     """
-    places = [p for p in map(_place, params) if p is not None]
+    places = [p for p in map(_place, param_list) if p is not None]
     for unit in dict.fromkeys(p.unit for p in places):
         members = [p for p in places if p.unit is unit]
         _grad(members[0])

@@ -82,18 +82,18 @@ class model_3d_desc:  # noqa: N801  upstream's name
         """Format the degrees as text: pipeline, tensor, data."""
         return f"{self.pp_degree},{self.tp_degree},{self.dp_degree}"
 
-    def can_reshape(self, target: model_3d_desc) -> tuple[bool, list[str]]:
-        """Whether each degree of `target` divides this one's, and what does not."""
+    def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
+        """Whether each degree of `target_3d_desc` divides this one's, and what does not."""
         pairs = (
-            ("pp", self.pp_degree, target.pp_degree),
-            ("tp", self.tp_degree, target.tp_degree),
-            ("dp", self.dp_degree, target.dp_degree),
+            ("pp", self.pp_degree, target_3d_desc.pp_degree),
+            ("tp", self.tp_degree, target_3d_desc.tp_degree),
+            ("dp", self.dp_degree, target_3d_desc.dp_degree),
         )
         wrong = [f"{name} degree {old} -> {new}" for name, old, new in pairs if new < 1 or old % new]
         return not wrong, wrong
 
-    def reshape(self, target: model_3d_desc, verbose: bool = False) -> list[model_2d_descriptor]:
-        """List, for each data rank of `target`, the files of this checkpoint that each position reads.
+    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[model_2d_descriptor]:
+        """List, for each data rank of `target_3d_desc`, the files of this checkpoint that each position reads.
 
         File (stage p, tensor t, data d) has the index `p * tp + t + d * pp * tp`. Neighbouring stages and tensor ranks
         are merged; the
@@ -104,6 +104,7 @@ class model_3d_desc:  # noqa: N801  upstream's name
             PlanError: a degree does not divide ("compat-argument").
         """
         del verbose
+        target = target_3d_desc
         fits, wrong = self.can_reshape(target)
         if not fits:
             raise refused("degrees-divide", self.get_desc(), target.get_desc(), ", ".join(wrong))

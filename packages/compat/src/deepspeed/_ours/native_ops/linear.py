@@ -195,8 +195,8 @@ class QuantizedLinear(nn.Linear):
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
         self.weight = QuantizedParameter(self.weight.data, quantization_config=quantization_config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.dequantized(), self.bias)  # type: ignore[attr-defined]
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
+        return F.linear(input, self.weight.dequantized(), self.bias)  # type: ignore[attr-defined]
 
 
 class OptimizedLinear(nn.Module):

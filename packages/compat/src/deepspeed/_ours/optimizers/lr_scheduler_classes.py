@@ -30,13 +30,20 @@ class _Attached(LRScheduler, metaclass=_ByKind):
 
     Args:
         optimizer: Any torch optimizer.
+        values: The first of upstream's parameters, in its order.
         last_batch_iteration: The t to begin after.
         params: The schedule's own, as in the configuration; they are attributes, too. An unknown `warmup_type` is "log".
     """
 
     kind: type[lr_schedules.Schedule]
+    order: tuple[str, ...] = ()
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **params: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> None:
+        names = (*self.order, "last_batch_iteration")
+        if len(values) > len(names) or not params.keys().isdisjoint(names[: len(values)]):
+            raise TypeError(f"{type(self).__name__} takes (optimizer, {', '.join(names)}), each once")
+        params |= zip(names, values, strict=False)
+        last_batch_iteration = params.pop("last_batch_iteration", -1)
         if (shape := params.get("warmup_type", WARMUP_LOG_RATE)) not in ("log", "linear"):
             logger.warning("warmup_type %r is unknown (log, linear): the rate rises as with log", shape)
             params["warmup_type"] = WARMUP_LOG_RATE
@@ -63,12 +70,19 @@ class LRRangeTest(_Attached):
     """`ds_engine.lr_schedules.LRRangeTest` on an optimizer."""
 
     kind = lr_schedules.LRRangeTest
+    order = (
+        "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase",
+    )  # fmt: skip
 
 
 class OneCycle(_Attached):
     """`ds_engine.lr_schedules.OneCycle` on an optimizer."""
 
     kind = lr_schedules.OneCycle
+    order = (
+        "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+        "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
+    )  # fmt: skip
 
     @property
     def min_lrs(self) -> list[float]:
@@ -96,6 +110,7 @@ class WarmupLR(_Attached):
     """`ds_engine.lr_schedules.WarmupLR` on an optimizer."""
 
     kind: type[lr_schedules.Schedule] = lr_schedules.WarmupLR
+    order: tuple[str, ...] = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 
     @property
     def min_lrs(self) -> list[float]:
@@ -118,12 +133,14 @@ class WarmupDecayLR(WarmupLR):
     """`ds_engine.lr_schedules.WarmupDecayLR` on an optimizer."""
 
     kind = lr_schedules.WarmupDecayLR
+    order = ("total_num_steps", *WarmupLR.order)
 
 
 class WarmupCosineLR(_Attached):
     """`ds_engine.lr_schedules.WarmupCosineLR` on an optimizer."""
 
     kind = lr_schedules.WarmupCosineLR
+    order = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
 
     def get_lr_ratio(self) -> float:
         """Share of the optimizer's own rate at the current step."""

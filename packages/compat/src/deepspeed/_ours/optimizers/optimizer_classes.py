@@ -111,22 +111,22 @@ class DeepSpeedCPUAdam(_Adam):
         return loss
 
     @torch.no_grad()
-    def rollback_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> Any:
         """Take the last `step_subgroup` back, from the same gradient: parameter and moments to rounding, the count exactly.
 
         Raises:
             RuntimeError: it was not stepped, or every step was taken back.
             UnsupportedError: decay is not decoupled ("optimizer-undo").
         """
-        if subgroup_id not in self.state:
+        if sub_group_id not in self.state:
             raise RuntimeError(
-                f"Cannot rollback optimizer state for sub_group_id {subgroup_id} as it has not been initialized"
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not been initialized"
             )
-        if self.state[subgroup_id]["step"] == 0:  # type: ignore[index]
-            raise RuntimeError(f"Cannot rollback sub_group_id {subgroup_id}: step count is 0")
+        if self.state[sub_group_id]["step"] == 0:  # type: ignore[index]
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
         loss = closure() if closure is not None else None
-        for hyper, param in self._of_subgroup(subgroup_id):
-            state = self.state[subgroup_id]  # type: ignore[index]
+        for hyper, param in self._of_subgroup(sub_group_id):
+            state = self.state[sub_group_id]  # type: ignore[index]
             if hyper.weight_decay and not hyper.decoupled:
                 raise refused("rollback-decay")
             _update(UpdateSpec(UpdateRule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"])), param, state)

@@ -227,6 +227,11 @@ class LinearLayer(TensorParallel_Layer):
 
     kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
 
+    def __init__(
+        self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, gather_output: bool = False, **options: Any
+    ) -> None:  # fmt: skip
+        super().__init__(module, mp_group, skip_partition, gather_output=gather_output, **options)
+
 
 class LinearAllreduce(TensorParallel_Layer):
     """Input features are cut; results are summed."""
@@ -247,11 +252,21 @@ class SubParamLinearLayer(LinearLayer):
 
     several = True
 
+    def __init__(
+        self, module: nn.Module, mp_group: Any = None, shape: Any = None, partition_dim: int = 0, **options: Any
+    ) -> None:
+        super().__init__(module, mp_group, shape=shape, partition_dim=partition_dim, **options)
+
 
 class SubParamLinearAllreduce(LinearAllreduce):
     """The same for input features."""
 
     several = True
+
+    def __init__(
+        self, module: nn.Module, mp_group: Any = None, shape: Any = None, partition_dim: int = 1, **options: Any
+    ) -> None:
+        super().__init__(module, mp_group, shape=shape, partition_dim=partition_dim, **options)
 
 
 class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name

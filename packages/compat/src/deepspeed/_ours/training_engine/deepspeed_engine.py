@@ -301,21 +301,21 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             schedule = translated_schedule(schedule, functions)
         super().compile(backend, compile_kwargs, schedule)
 
-    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:
+    def register_compile_pass(self, pass_name: str, pass_fn: Callable[..., Any], contract: Any = None) -> None:
         """Name a pass for `compile(schedule=...)`, which checks its contract against the schedule as it was given.
 
         Args:
-            fn: In upstream's form, of eight arguments, or in ds_engine's, of seven. What it is told of graphs is what ds_engine knows.
+            pass_fn: In upstream's form, of eight arguments, or in ds_engine's, of seven. What it is told of graphs is what ds_engine knows.
             contract: Upstream's, in upstream's words.
         Raises:
             PlanError: the name is one of upstream's passes, or of ours ("compile-register").
         """
-        if name in BUILTIN:
-            raise refused("pass-built-in", name)
+        if pass_name in BUILTIN:
+            raise refused("pass-built-in", pass_name)
         # Of its contract ds_engine, which is given the schedule in its own words, gets what can speak of those.
         conflicts = frozenset() if contract is None else contract.conflicts_with
-        super().register_compile_pass(name, as_ours(fn), Contract(conflicts=conflicts))
-        register_pass_contract(name, contract)
+        super().register_compile_pass(pass_name, as_ours(pass_fn), Contract(conflicts=conflicts))
+        register_pass_contract(pass_name, contract)
 
     def close(self) -> None:
         """Give the model back whole and free the rest. Collective."""

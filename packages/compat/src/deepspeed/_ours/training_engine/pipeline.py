@@ -44,6 +44,10 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
         if not asked and getattr(model, "activation_checkpoint_func", None) is checkpoint:
             model.activation_checkpoint_func = non_reentrant_checkpoint
 
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return the full state dict, as `DeepSpeedEngine.module_state_dict`."""
+        return super().module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
     def _reentrant_activation_checkpointing(self) -> bool:
         """Whether layers are computed again by a backward inside the backward."""
         model: Any = self.module

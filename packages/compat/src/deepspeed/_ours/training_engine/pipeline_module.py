@@ -147,9 +147,20 @@ class PipelineModule(ds_pipe.PipelineModule):
         return (layer for layer in reversed(self.specs) if isinstance(layer, ds_pipe.TiedLayerSpec))
 
     def _partition(self, method: str | Sequence[float], parts: int) -> tuple[int, ...]:
+        self._partition_layers(method)
+        return tuple(self.parts)
+
+    def _partition_layers(self, method: str | Sequence[float] = "uniform") -> None:
+        """Set `parts`, the first layer of each stage and the number of layers; programs cut by a method of their own here."""
         if isinstance(method, str) and method.lower() == "parameters":
-            method = list(map(_trainable, self.specs))
-        return super()._partition(method, parts)
+            method = self._count_layer_params()
+        self.parts = super()._partition(method, len(self.rank_of))
+
+    def _count_layer_params(self) -> list[int]:
+        """Count the trainable parameters of every layer; programs count others."""
+        return list(map(_trainable, self.specs))
+
+    _set_bounds = answers(None, "Do nothing: the bounds of a rank's layers are told by `parts`.")
 
     # ---- files of layers, apart from the engine's checkpoints
 

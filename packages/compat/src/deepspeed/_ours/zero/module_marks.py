@@ -66,23 +66,23 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules of these qualified names leaves; those, and the names that no module has."""
+    """Make the modules of these qualified names leaves, or none any more; return them, and the names that no module has."""
     names = list(module_names)
-    return _flag_by_text(model, names, "names", raise_if_not_found, str.__eq__)
+    return _flag_by_text(model, names, "names", raise_if_not_found, str.__eq__, flag)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules whose qualified name ends so leaves; those, and the ends that no name has."""
+    """Make the modules whose qualified name ends so leaves, or none any more; return them, and the ends that no name has."""
     ends = list(module_name_suffixes)
-    return _flag_by_text(model, ends, "suffixes", raise_if_not_found, str.endswith)
+    return _flag_by_text(model, ends, "suffixes", raise_if_not_found, str.endswith, flag)
 
 
 def _flag_by_text(
-    model: nn.Module, texts: list[str], what: str, required: bool, fits: Callable[[str, str], bool]
+    model: nn.Module, texts: list[str], what: str, required: bool, fits: Callable[[str, str], bool], flag: bool
 ) -> tuple[list[nn.Module], list[str]]:
     names = [name for name, _ in model.named_modules()]
     missing = [text for text in texts if not any(fits(name, text) for name in names)]
@@ -91,7 +91,7 @@ def _flag_by_text(
         lambda name, module: any(fits(name, text) for text in texts),
         f"{what} {texts}",
         required and bool(texts),
-        True,
+        flag,
     )
     return flagged, missing
 

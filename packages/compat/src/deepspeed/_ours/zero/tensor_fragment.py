@@ -219,31 +219,32 @@ def _gradients(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> Any:
     )
 
 
-def zero3_linear_wrap(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  upstream's name
     """Apply `torch.nn.functional.linear` as a single node of the graph."""
-    output: Tensor = LinearFunctionForZeroStage3.apply(x, weight, bias)
+    output: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)
     return output
 
 
 class LinearModuleForZeroStage3(nn.Linear):
     """`torch.nn.Linear`: a unit of ds-zero keeps no weight for the backward anyway."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return zero3_linear_wrap(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
+        return zero3_linear_wrap(input, self.weight, self.bias)
 
 
 # ---- sequences
 
 
 def single_all_to_all(
-    x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, *others: Any
-) -> Tensor:
+    input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, async_op: bool = False,  # noqa: A002
+    handle: Any = None, type: str | None = None, num_kv_heads: int | None = None,  # noqa: A002
+) -> Tensor:  # fmt: skip
     """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable.
 
     Heads (dim 2) that ranks do not divide are cut as `get_shard_size_list` says, from then on by `num_kv_heads`, as upstream has it.
     """
-    del batch_dim_idx, others
-    ranks, scattered, gathered = ds_comm.as_group(group), None, None
+    del batch_dim_idx, async_op, handle, type, num_kv_heads  # of upstream's own streams, and what the tensor says
+    x, ranks, scattered, gathered = input, ds_comm.as_group(group), None, None
     if scatter_idx == 2 and x.shape[2] % ranks.size:
         if get_num_kv_heads() is None:
             set_num_kv_heads(x.shape[2])

@@ -113,16 +113,27 @@ class Init(ds_zero.Init):
         enabled: False does nothing.
         dtype: The format, whatever the configuration says.
         tensor_overrides: Without upstream's "dtype" among them parameters and buffers keep the format they are made in.
-        others: Where upstream puts the parts; here they stay on the device that the model is made on.
     """
 
     def __init__(
         self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
         remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
-        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, sequence_data_parallel_group: Any =
-        None, tensor_overrides: Iterable[Any] | None = None, **others: Any,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False, sequence_data_parallel_group:
+        Any = None, param_swapper: Any = None, tensor_overrides: Iterable[Any] | None = None,
     ) -> None:  # fmt: skip
-        del mem_efficient_linear, remote_device, pin_memory, mpu, others
+        del (
+            mem_efficient_linear,
+            remote_device,
+            pin_memory,
+            mpu,
+        )  # where upstream puts the parts; here they stay where the model is made
+        del (
+            zero_param_parallel_group,
+            zero_quantized_weights,
+            zero_quantized_nontrainable_weights,
+            param_swapper,
+        )  # as `initialize` says
         if enabled:
             init_distributed()
         self._ranks = as_group(data_parallel_group or sequence_data_parallel_group)

@@ -254,9 +254,9 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """`scale(loss).backward()`."""
-        self.scale(loss).backward(retain_graph=retain_graph)
+        self.scale(loss).backward(retain_graph=retain_graph or None, create_graph=create_graph)
 
 
 class ParameterOffload:
