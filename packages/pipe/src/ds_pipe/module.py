@@ -89,9 +89,9 @@ class PipelineModule(nn.Module):
         self._method = partition_method if isinstance(partition_method, str) else ""
         if partition_method == "profile":
             partition_method = profile_layers(self.specs, _given(sample))
-        self.parts = self._partition(partition_method, len(self.rank_of))
         self._mpu = PipelineParallelGrid(self.places)
         self.stage_id = self.places.pipe.rank
+        self.parts = self._partition(partition_method, len(self.rank_of))
         self.tied_modules = nn.ModuleDict()
         self._uses: dict[int, Callable[[Any], Any]] = {}
         self._build()
