@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 EM_AMDGPU = 224
 FEW = ("norm of 4096", "rotary", "gate", "product of int8", "decode, 32/4 heads of 64")
@@ -39,7 +40,12 @@ def compile_call(name: str) -> list[int]:
     compiler = types.SimpleNamespace(compile=compile_for_hip, __file__=triton.__file__)
     report = types.SimpleNamespace(stdout="REG:0 STACK:0 SHARED:0 LOCAL:0")
     runner = types.SimpleNamespace(run=lambda *_args, **_kwargs: report)
-    with mock.patch.object(ahead_of_time, "triton", compiler), mock.patch.object(ahead_of_time, "subprocess", runner):
+    patches = (
+        mock.patch.object(ahead_of_time, "triton", compiler),
+        mock.patch.object(ahead_of_time, "subprocess", runner),
+        mock.patch.object(torch.version, "hip", "7.0"),
+    )
+    with patches[0], patches[1], patches[2]:
         ahead_of_time.compile_call(ahead_of_time.CALLS[name], 90)
     for kernel in kernels:
         assert kernel.asm["hsaco"][:4] == b"\x7fELF"

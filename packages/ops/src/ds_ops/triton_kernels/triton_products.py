@@ -28,6 +28,11 @@ def _tile(rows: int) -> tuple[int, int, int]:
     return (64, 32, 8) if rows > 32 else (32, 32, 8) if rows > 16 else (16, 32, 4)
 
 
+def _stages() -> int:
+    """Return how many steps of the loop are under way: on ROCm two, three do not fit into the memory of a compute unit."""
+    return 2 if torch.version.hip else 3
+
+
 def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
     """Compute x @ weight^T, sums in fp32; valid on the current stream.
 
@@ -48,7 +53,7 @@ def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
             flat, weight.wire, weight.wire.view(torch.float32), out,
             rows, weight.rows, cols, layout.row_bytes, layout.params_at // 4, spec.group,
             KIND=_KINDS[spec.format], ZEROS=not spec.symmetric, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=3,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=_stages(),
         )  # fmt: skip
     return out.view(*x.shape[:-1], weight.rows)
 
@@ -74,7 +79,7 @@ def coded_grouped_product(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tens
             experts, outputs, cols, layout.row_bytes, layout.params_at // 4, spec.group,
             KIND=_KINDS[spec.format], ZEROS=not spec.symmetric, EXPERTS=next_power(experts),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=3,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=_stages(),
         )  # fmt: skip
     return out
 
