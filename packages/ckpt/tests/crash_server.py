@@ -94,7 +94,7 @@ def state(step):
 def trial(order):
     ds_ckpt.save_job.BLOCK_BYTES = 256
     ds_ckpt.writer.SLAB_BYTES = 12288  # many small writes: many points
-    ds_ckpt.local._DIRECT_BYTES = 0
+    ds_ckpt.local_files._DIRECT_BYTES = 0
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     disk = Deadly(order["last"], log)
     storage = ds_ckpt.LocalStorage(order["root"], disk)

@@ -99,7 +99,7 @@ class Failing(Disk):
 def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(room, monkeypatch, error, forever, tag):
     monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 2048)
     monkeypatch.setattr(ds_ckpt.writer, "SLAB_BYTES", 2**16)
-    monkeypatch.setattr(ds_ckpt.local, "_DIRECT_BYTES", 0)
+    monkeypatch.setattr(ds_ckpt.local_files, "_DIRECT_BYTES", 0)
     failures = 0
     for first in range(1, 200):
         root = room / f"r{first}"

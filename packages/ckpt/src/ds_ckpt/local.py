@@ -15,32 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import socket
-import stat
 import time
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Collection
 from typing import Final
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put, truncated
+from ds_ckpt.local_files import Disk, LocalWriteFile, no_file, open_to_read
+from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put
 from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import leads_out, read_regular
-from ds_ops.io import AsyncIO, IOSettings, Transfer
-from ds_ops.mapped import MappedFile
 
-__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile", "link_others", "new_token"]
+__all__ = ["Disk", "LocalDraft", "LocalStorage", "link_others", "new_token"]
 
-_DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
-_QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
 _TMP: Final = ".tmp-"
 _OLD: Final = ".old-"
 _LEFTOVER_S: Final = 86_400.0  # of another host: a save that goes on writes more often than this
@@ -60,200 +54,6 @@ def new_token() -> str:
 
 def _host_mark() -> str:
     return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
-
-
-class Disk:
-    """The system calls a local save makes, one method each, so that a test can make any of them fail or be the last."""
-
-    def make_directory(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def lock(self, path: str) -> int:
-        """Open the directory with an exclusive lock and return its descriptor; -1 where the file system has no locks.
-
-        Raises:
-            BlockingIOError: another process has the lock.
-        """
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF):
-                return -1  # EBADF: NFS locks what is open for writing, and a directory never is
-            raise
-        return fd
-
-    def open_new(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserve the file's space: a full disk is known before the first write, and parallel writes need no lock."""
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                raise
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def begin_write(self, io: AsyncIO, path: str, data: memoryview, offset: int) -> Transfer:
-        """Start to write part of a file past the page cache; `end_write` waits for it."""
-        return io.write(path, data, offset)
-
-    def end_write(self, transfer: Transfer) -> None:
-        transfer.wait()
-
-    def sync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def sync_directory(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def rename(self, old: str, new: str) -> None:
-        os.rename(old, new)
-
-    def link(self, old: str, new: str) -> None:
-        """Give a file a second name; a copy where the file system has no such links."""
-        try:
-            os.link(old, new, follow_symlinks=False)
-        except OSError:
-            shutil.copy2(old, new, follow_symlinks=False)
-
-    def remove_tree(self, path: str) -> None:
-        """Remove a folder with everything in it; of a link, the link alone."""
-        if os.path.islink(path):
-            os.unlink(path)
-        else:
-            shutil.rmtree(path)
-
-
-@contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Give an OSError of a call on a descriptor the name of its file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
-
-
-class LocalWriteFile:
-    """Large files go past the page cache where the file system lets them (O_DIRECT), several writes at a time."""
-
-    def __init__(self, disk: Disk, path: str, nbytes: int) -> None:
-        self._disk, self._path = disk, path
-        self._fd = disk.open_new(path)
-        self._io: AsyncIO | None = None
-        try:
-            if nbytes >= _DIRECT_BYTES:
-                with _named(path):
-                    disk.allocate(self._fd, nbytes)
-                self._io = AsyncIO(_QUEUE)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def write(self, offset: int, data: memoryview) -> Callable[[], None] | None:
-        if self._io is not None and data.nbytes:
-            return partial(self._end, self._disk.begin_write(self._io, self._path, data, offset))
-        while data.nbytes:
-            with _named(self._path):
-                done = self._disk.write(self._fd, data, offset)
-            if done <= 0:
-                raise OSError(errno.EIO, "the device took no bytes", self._path)
-            data, offset = data[done:], offset + done
-        return None
-
-    def _end(self, transfer: Transfer) -> None:
-        with _named(self._path):
-            self._disk.end_write(transfer)
-
-    def put(self, offset: int, data: memoryview) -> None:
-        """`write`, and wait."""
-        ended = self.write(offset, data)
-        if ended is not None:
-            ended()
-
-    def close(self) -> None:
-        try:
-            with _named(self._path):
-                if self._io is not None:
-                    self._io.close()
-                self._disk.sync(self._fd)
-        finally:
-            fd, self._fd = self._fd, -1
-            self._disk.close(fd)
-
-    def abandon(self) -> None:
-        io, self._io = self._io, None
-        fd, self._fd = self._fd, -1
-        try:
-            if io is not None:
-                io.close()
-        except OSError as late:  # this file is not needed; what failed first is being raised
-            ds_monitor.event("ckpt.abandoned", path=self._path, why=str(late))
-        finally:
-            if fd >= 0:
-                os.close(fd)
-
-
-class _MappedReadFile:
-    def __init__(self, path: str, where: str) -> None:
-        self._file, self._path, self._where = MappedFile(path), path, where
-        self.nbytes = self._file.nbytes
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        if offset + nbytes > self.nbytes:
-            raise truncated(self._where, offset, nbytes)
-        return self._file.view(offset, nbytes)
-
-    def on_disk(self, offset: int, nbytes: int) -> str | None:
-        return None if self._file.cached(offset, nbytes) else self._path
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _PlainReadFile:
-    """For file systems and kernels that cannot map a file safely."""
-
-    def __init__(self, path: str, where: str) -> None:
-        self._fd, self._where = os.open(path, os.O_RDONLY | os.O_CLOEXEC), where
-        self.nbytes = os.fstat(self._fd).st_size
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        buffer = memoryview(bytearray(nbytes))
-        at = 0
-        while at < nbytes:
-            got = os.preadv(self._fd, [buffer[at:]], offset + at)
-            if got <= 0:
-                raise truncated(self._where, offset, nbytes)
-            at += got
-        return buffer.toreadonly()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _open_to_read(path: str, where: str) -> ReadFile:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise _no_file(where)
-    try:
-        return _MappedReadFile(path, where)
-    except OSError as error:
-        if error.errno != errno.ENOTSUP:
-            raise
-    return _PlainReadFile(path, where)
 
 
 class LocalDraft:
@@ -407,12 +207,12 @@ class LocalStorage:
             raise not_found(self.where(tag), name) from error
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.ENXIO):  # ENXIO: a socket
-                raise _no_file(f"{self.where(tag)}/{name}") from error
+                raise no_file(f"{self.where(tag)}/{name}") from error
             raise
 
     def open(self, tag: str, name: str) -> ReadFile:
         try:
-            return _open_to_read(self._file(tag, name), f"{self.where(tag)}/{name}")
+            return open_to_read(self._file(tag, name), f"{self.where(tag)}/{name}")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise not_found(self.where(tag), name) from error
 
@@ -570,14 +370,6 @@ def _is_open(fd: int, path: str) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _no_file(where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} is a pipe or a device, not a file",
-        code="ckpt-not-a-file",
-        fix="Use another checkpoint; this folder was changed by hand.",
-    )
 
 
 def _outside(path: str) -> CheckpointError:

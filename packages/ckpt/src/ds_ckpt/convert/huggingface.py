@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.dtypes import BY_CODE, ITEMSIZE
 from ds_ckpt.jsontext import parse
-from ds_ckpt.local import Disk, LocalWriteFile
+from ds_ckpt.local_files import Disk, LocalWriteFile
 from ds_ckpt.shard_tensors import byte_view
 from ds_ckpt.writer import safetensors_header
 from ds_config.errors import CheckpointError
