@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -488,3 +490,26 @@ def test_one_clients_fault_reaches_no_other(model):
         time.sleep(0.01)
     worker.close()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
+
+
+def test_results_of_a_step_do_not_wait_for_the_garbage_collector() -> None:
+    class Part:
+        pass
+
+    parts: list[weakref.ref[Part]] = []
+
+    def compute(chunks: object, again: bool) -> Part:
+        del chunks, again
+        part = Part()
+        parts.append(weakref.ref(part))
+        return part
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        results, _ = compute_apart([None], compute, lambda: None)  # type: ignore[list-item]
+        del results
+        assert [part() for part in parts] == [None]
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -32,24 +32,23 @@ def compute_apart(
     """
     results: list[T] = []
     failures: dict[int, Exception] = {}
-
-    def attempt(some: Sequence[ScheduledChunk], again: bool) -> None:
+    errors: list[Exception] = []
+    # Not by recursion: a function that refers to itself keeps the results until the garbage collector comes.
+    waiting = [(chunks, False)]
+    while waiting:
+        some, again = waiting.pop()
         try:
             results.append(compute(some, again))
         except Exception as error:
-            first.append(error)
-            if len(some) == 1:
-                failures[some[0].request] = error
-                return
+            errors.append(error)
             middle = len(some) // 2
-            attempt(some[:middle], True)
-            attempt(some[middle:], True)
-
-    first: list[Exception] = []
-    attempt(chunks, False)
+            if middle:
+                waiting += [(some[middle:], True), (some[:middle], True)]
+            else:
+                failures[some[0].request] = error
     if failures and not results:
         try:
             probe()
         except Exception:
-            raise first[0] from None
+            raise errors[0] from None
     return results, failures
