@@ -181,7 +181,7 @@ def test_a_module_may_be_called_in_two_threads_in_turn(stage):
         optimizer.zero_grad()
     gathering = optimizer.sharding.runtime.gathering
     assert gathering.shared == []  # none was released, and touched in its module all the same
-    assert stage == 2 or gathering.observed_orders["forward "] == gathering.released
+    assert stage == 2 or gathering.orders.observed["forward "] == gathering.released
     optimizer.close()
     for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other)

@@ -1,4 +1,4 @@
-"""`shard(model, optimizer)`: the wrapped optimizer keeps its groups, and updates shards instead of parameters.
+"""The wrapped optimizer keeps its groups, and updates shards instead of parameters.
 
 Words: the *inner* optimizer is the one the user made; its groups (dicts, rates, order) are also ours, so schedulers and
 edits between steps work. Each of its parameter lists now holds *parts* of shards. A part is a whole unit as long as the
