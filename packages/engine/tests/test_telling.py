@@ -118,7 +118,7 @@ def test_without_a_wish_nothing_is_said() -> None:
 def test_a_script_that_configures_logging_reads_it_there_and_once() -> None:
     before = "import logging; logging.basicConfig(level=logging.INFO, format='MINE %(name)s %(message)s')"
     (text,) = said({"steps_per_print": 1, "disable_allgather": True}, 1, before=before)
-    assert len(lines(text, "MINE ds_engine [Rank 0] step=1")) == len(lines(text, "step=1")) == 1
+    assert len(lines(text, "MINE ds_engine.steps [Rank 0] step=1")) == len(lines(text, "step=1")) == 1
     assert len(lines(text, "MINE ds_config")) == len(lines(text, "has no effect")) == 1
 
 
