@@ -43,7 +43,9 @@ _LOCK_TRIALS: Final = (
 )
 _TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
 _REMOVED: Final = f"{_TMP}removed-"
-_FILES = re.compile(r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|manifest\.json|.+_states\.pt")
+_FILES = re.compile(
+    r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|manifest\.json|(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|layer|expp_rank)_\d.*_states\.pt"
+)
 _SUMS: Final = "checksums.json"  # beside files in DeepSpeed's layout
 
 

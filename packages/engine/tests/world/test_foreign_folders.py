@@ -68,6 +68,7 @@ def test_saving_over_what_is_no_checkpoint(tmp_path, stage):
         (folder / "data").write_text("years of work")
         (folder / "t").mkdir()
         (folder / "t" / "args.json").write_text("{}")
+        (folder / "t" / "trainer_states.pt").write_text("a file of the program's")
         (folder / "t.translated").mkdir()
         (folder / "t.translated" / "thesis.txt").write_text("years of work")
     dist.barrier()
@@ -79,6 +80,7 @@ def test_saving_over_what_is_no_checkpoint(tmp_path, stage):
     assert sorted(os.listdir(path))[:2] == ["args.json", "checksums.json"]
     assert engine.load_checkpoint(str(folder))[0] == str(folder / "t")
     dist.barrier()
+    assert (folder / "t" / "trainer_states.pt").is_file()
     assert (folder / "data").read_text() == "years of work"
     assert (folder / "t.translated" / "thesis.txt").exists()
     assert sorted(os.listdir(folder)) == ["data", "latest", "t", "t.translated"]
