@@ -231,3 +231,41 @@ def test_many_threads_share_a_pool() -> None:
         thread.join()
     assert wrong == []
     assert pool.stats().num_in_use == 0
+
+
+@pytest.mark.parametrize("way", ["release", "drop"])
+def test_a_buffer_goes_back_where_another_thread_is_in_the_pool_or_its_sink(way: str) -> None:
+    """The collector frees graphs inside any line: of a thread that writes a record while another, in the pool, waits to report."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        if inside_first:
+            inside.set()
+            assert go_on.wait(30)
+        return plain(nbytes)
+
+    inside_first: list[bool] = []
+    pool = PinnedPool(64 * KIB, pinned=True, allocate=allocate)
+    buffer = pool.take(4 * KIB)
+    inside_first.append(True)
+    other = threading.Thread(target=lambda: pool.take(8 * KIB).release())
+    other.start()
+    assert inside.wait(30)
+    done = threading.Event()
+
+    def give_back() -> None:
+        nonlocal buffer
+        if way == "release":
+            buffer.release(in_finalizer=True)
+        else:
+            del buffer
+        done.set()
+
+    returning = threading.Thread(target=give_back)
+    returning.start()
+    waited = not done.wait(5)
+    go_on.set()
+    other.join()
+    returning.join()
+    assert not waited
+    assert pool.stats().num_in_use == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
@@ -280,3 +281,29 @@ def test_mixtures_that_take_turns_do_not_draw_their_blocks_again() -> None:
             order.samples(list(edge))
         drawn.append(_block_layout.cache_info().misses)
     assert drawn[0] == drawn[1]
+
+
+def test_an_iteration_that_is_closed_does_not_wait_for_a_read() -> None:
+    """The collector closes iterations inside any line: in a thread that begins, holding a lock that the end of another needs."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __len__(self) -> int:
+            return 64
+
+        def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+            if samples.min() >= 8:
+                reading.set()
+                go_on.wait(20)
+            return {"n": np.asarray(samples)}
+
+    batches = iter(TokenLoader(Slow(), RankSlice(0, 1, 1), shuffle=False, threads=1))
+    assert [int(next(batches)["n"]) for _ in range(2)] == [0, 1]
+    assert reading.wait(20)
+    closing = threading.Thread(target=batches.close)
+    closing.start()
+    closing.join(10)
+    waited = closing.is_alive()
+    go_on.set()
+    closing.join()
+    assert not waited

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,10 +104,12 @@ class PinnedBuffer:
             )
         return self.tensor[: count * dtype.itemsize].view(dtype)
 
-    def release(self, after: Any = None) -> None:
+    def release(self, after: Any = None, *, in_finalizer: bool = False) -> None:
         """Give the block back.
 
         Args:
+            in_finalizer: The garbage collector may be the caller, inside any line of any thread: wait for no lock and report
+                to no sink. The pool counts the block at its next use.
             after: An event of the device (`query() -> bool`) that happens when the last copy from or into the buffer is
                 done; the block is not used again before. None: nothing is under way.
         Raises:
@@ -116,6 +119,8 @@ class PinnedBuffer:
         del block
         self._lost.detach()
         self._pool._give_back(self._block, after)
+        if not in_finalizer:
+            self._pool._count_returned()
 
     def __enter__(self) -> PinnedBuffer:
         return self
@@ -145,7 +150,8 @@ class PinnedPool:
     ) -> None:
         self.limit_bytes, self.pinned, self.name = limit_bytes, pinned, name
         self._allocate = allocate or (_locked_block if pinned else _page_block)
-        self._lock = threading.RLock()  # a finalizer may run inside any line of the same thread
+        self._lock = threading.RLock()
+        self._returned: deque[tuple[int, torch.Tensor | None, Any]] = deque()  # since `_collect`: bytes, block, event
         self._cached: list[torch.Tensor] = []
         self._waiting: list[tuple[Any, torch.Tensor]] = []
         self._in_use = self._peak = self._num_lent = 0
@@ -229,13 +235,11 @@ class PinnedPool:
             ) from error
 
     def _give_back(self, block: torch.Tensor, after: Any) -> None:
+        self._returned.append((block.numel(), block, after))
+
+    def _count_returned(self) -> None:
         with self._lock:
-            self._in_use -= block.numel()
-            self._num_lent -= 1
-            if after is None:
-                self._cached.append(block)
-            else:
-                self._waiting.append((after, block))
+            self._collect()
             self._changed()
 
     def _forget(self, size: int) -> None:
@@ -243,11 +247,17 @@ class PinnedPool:
 
         Views of the buffer may still exist, so its block is never used again.
         """
-        with self._lock:
-            self._in_use -= size
-            self._num_lent -= 1
+        self._returned.append((size, None, None))
 
     def _collect(self) -> None:
+        while self._returned:
+            size, returned, after = self._returned.popleft()
+            self._in_use -= size
+            self._num_lent -= 1
+            if returned is not None and after is None:
+                self._cached.append(returned)
+            elif returned is not None:
+                self._waiting.append((after, returned))
         still: list[tuple[Any, torch.Tensor]] = []
         for event, block in self._waiting:
             if event.query():

@@ -172,7 +172,8 @@ class TokenLoader:
                         return
         finally:
             if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+                # Without waiting: the collector may close this iteration inside any line of any thread, one of the pool's included.
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def read(self, start: int) -> Batch:
         """Read the microbatch of this rank in the row that begins at position `start` of the sample stream."""

@@ -176,14 +176,19 @@ def _ahead(batches: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) -> It
 
     While a batch is tokenized, the next is read and the previous written.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="ds-data-tokenize") as cutter:
-        waiting: tuple[Future[list[list[int]]], int] | None = None
+    cutter = ThreadPoolExecutor(1, thread_name_prefix="ds-data-tokenize")
+    waiting: tuple[Future[list[list[int]]], int] | None = None
+    try:
         for texts, read in batches:
             before, waiting = waiting, (cutter.submit(_cut, tokenizer, texts), read)
             if before is not None:
                 yield before[0].result(), before[1]
         if waiting is not None:
             yield waiting[0].result(), waiting[1]
+    finally:
+        cutter.shutdown(
+            wait=False, cancel_futures=True
+        )  # the collector, which may come anywhere, must not wait for a thread
 
 
 def _cut(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

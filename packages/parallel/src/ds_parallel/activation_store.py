@@ -280,7 +280,9 @@ class ActivationStore:
         if self.keeping.slots is None:
             if away:
                 buffer = self._host(part * tensor.element_size())
-                return buffer.view(tensor.dtype, part), lambda: buffer.release(self._mark(tensor_device))
+                return buffer.view(tensor.dtype, part), lambda: buffer.release(
+                    self._mark(tensor_device), in_finalizer=True
+                )
             return torch.empty(part, dtype=tensor.dtype, device=tensor.device), None
         key = (position, tensor.dtype, tensor.device)
         if key not in self._slots:

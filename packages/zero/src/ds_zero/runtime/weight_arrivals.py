@@ -13,6 +13,7 @@ A model that is dropped meanwhile, without `close`, waits for its gathers as it 
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import threading
@@ -62,7 +63,9 @@ class WeightArrivals(AccessHandler):
         if threading.get_ident() == self._thread:
             self._finish_unread()
         else:  # perhaps a transport's own thread, which must not wait for itself
-            threading.Thread(target=self._finish_unread, name="ds-zero-arrivals", daemon=True).start()
+            _thread.start_new_thread(
+                self._finish_unread, ()
+            )  # a `Thread` would wait until it has begun, inside whatever line this is
 
     def _finish_unread(self) -> None:
         with contextlib.suppress(CommError):  # a rank that left waits for nothing, and nobody reads these weights here
