@@ -177,7 +177,7 @@ def test_a_stop_string_is_not_said(client, folder):
         ({"prompt": "a", "seed": 10**30}, "seed"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
         ({"prompt": "a", "stop": "x" * 1001}, "stop"),
-        ({"prompt": "\ud800"}, "cannot be read"),
+        ({"prompt": "a\ud800"}, "character 1 of the text is half"),
         ({"prompt": "a", "\ud800": 1}, "unicode"),
     ],
 )
@@ -276,6 +276,18 @@ def test_streams_whose_clients_leave_hold_no_place(folder):
     assert status == 200
     server.stop()
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
+
+
+def test_a_stream_that_is_left_is_counted(server):
+    def cancelled() -> list[str]:
+        return [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if '="cancelled"' in line][-1:]
+
+    before, end = cancelled(), time.monotonic() + 60
+    body = {"prompt": "a", "max_tokens": 250, "stream": True, "ignore_eos": True}
+    while cancelled() == before and time.monotonic() < end:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+    assert cancelled() != before
 
 
 def test_clients_that_stall_hold_no_place(folder):

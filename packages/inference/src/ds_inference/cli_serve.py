@@ -101,6 +101,7 @@ def main(args: argparse.Namespace) -> int:
     from ds_inference.rank_worker import follow, leading
     from ds_inference.scheduler import SchedulerConfig
     from ds_inference.serve.app import ServerLimits, ServerOptions, make_app
+    from ds_inference.serve.connections import connection_options
     from ds_inference.serve.graceful_server import GracefulServer
     from ds_inference.serve.worker import Worker
     from ds_inference.text import read_tokenizer
@@ -155,6 +156,7 @@ def main(args: argparse.Namespace) -> int:
             log_level="warning",
             timeout_graceful_shutdown=60,
             timeout_keep_alive=75,
+            **connection_options(limits.stall),
         )
         server = GracefulServer(config)
         sys.stderr.write(_banner(args, name, engine, _resident_mb()))

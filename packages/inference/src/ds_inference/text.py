@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, PlanError
 from ds_inference.llm_engine import Tokenizer
 
 __all__ = ["HfTokenizer", "TextStream", "read_tokenizer"]
@@ -119,7 +119,12 @@ class HfTokenizer:
         self.inner = inner
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a prompt, with the special tokens that the tokenizer adds at the beginning."""
+        """Tokenize a prompt, with the special tokens that the tokenizer adds at the beginning.
+
+        Raises:
+            PlanError: half of a surrogate pair, which no UTF-8 can hold ("inference-request").
+        """
+        _check_text(text)
         return list(self.inner.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -150,10 +155,21 @@ class HfTokenizer:
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokenize a conversation up to the beginning of the answer; without a template, as `role: text` lines."""
         if getattr(self.inner, "chat_template", None):
+            _check_text("".join(message["content"] for message in messages))
             token_ids = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
             return list(token_ids)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return self.encode("\n".join([*lines, "assistant:"]))
+
+
+def _check_text(text: str) -> None:
+    half = re.search("[\ud800-\udfff]", text)
+    if half is not None:
+        raise PlanError(
+            f"character {half.start()} of the text is half of a surrogate pair, {half[0]!r}",
+            code="inference-request",
+            fix="Send whole characters: \\ud83d\\ude00 in JSON is one, either half alone is none.",
+        )
 
 
 def read_tokenizer(folder: str | PathLike[str]) -> HfTokenizer:

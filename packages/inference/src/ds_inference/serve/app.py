@@ -335,6 +335,9 @@ class _Server:
                 if text or event.reason or event.logprob is not None:
                     texts[index].begun = True
                     yield _line({**head, "choices": [choice]})
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.requests.labels("cancelled").inc()
+            raise
         except Exception as error:
             refused = isinstance(error, DsError)
             self._metrics.requests.labels("refused" if refused else "failed").inc()
