@@ -188,7 +188,8 @@ def _hosts(address: str, names: list[str]) -> tuple[str, ...]:
 
 def _banner(args: argparse.Namespace, name: str, engine: Any, resident_mb: int) -> str:
     """Return what the server says before it begins: where it listens, what it serves, and where to read on."""
-    longest, pool = engine.scheduler.budget.max_model_len, engine.scheduler.pool
+    pool = engine.scheduler.pool
+    longest = min(engine.scheduler.budget.max_model_len, pool.count * pool.size)
     host = f"[{args.host}]" if ":" in args.host else args.host
     url = f"http://{host}:{args.port}"
     return (

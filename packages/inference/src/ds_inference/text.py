@@ -184,7 +184,7 @@ def read_tokenizer(folder: str | PathLike[str]) -> HfTokenizer:
         return HfTokenizer(AutoTokenizer.from_pretrained(Path(folder), local_files_only=True))
     except (ImportError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"no tokenizer can be read from {folder}: {error}",
+            f"no tokenizer can be read from {folder}: {error if Path(folder).is_dir() else 'there is no such folder'}",
             code="inference-tokenizer",
             fix="Put tokenizer.json and tokenizer_config.json beside the weights; install ds-inference[text].",
         ) from error
