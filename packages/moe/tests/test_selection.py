@@ -1,6 +1,7 @@
 """Selections against their definition, one token at a time; losses and balancing against their formulas."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from ds_config.errors import PlanError
 from ds_moe import RouterOptions, capacity_of, jitter, load_balancing_loss, select_experts, update_expert_bias, z_loss
 from ds_moe.balancing_losses import entropy
+from ds_moe.moe_families import FAMILIES, PRESETS
 from ds_moe.noise import NoiseStream
 
 RULES = [
@@ -136,3 +138,21 @@ def test_entropy_capacity_and_jitter() -> None:
     noisy = jitter(torch.ones(1000), NoiseStream("j", torch.Generator().manual_seed(0)))
     assert 0.99 <= noisy.min() < 0.992
     assert 1.008 < noisy.max() <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("preset", "router"),
+    [("qwen3_5_moe", "qwen3_5_moe.Qwen3_5MoeTopKRouter"), ("minimax_m3", "minimax_m3_vl.MiniMaxM3VLTopKRouter")],
+)
+def test_a_preset_named_otherwise_than_its_type_routes_as_the_family_does(preset, router):
+    module, _, name = router.partition(".")
+    code = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    config = SimpleNamespace(num_experts_per_tok=2, num_experts=8, num_local_experts=8, hidden_size=6)
+    own = getattr(code, name)(config)
+    torch.nn.init.normal_(own.weight)
+    logits, weights, experts = own(torch.randn(16, 6))
+    routed = select_experts(logits, FAMILIES[PRESETS[preset]].selection(config))
+    dense = torch.zeros(16, 8)
+    torch.testing.assert_close(
+        dense.scatter(1, routed.experts, routed.weights), dense.scatter(1, experts, weights), atol=1e-6, rtol=1e-5
+    )

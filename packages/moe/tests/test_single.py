@@ -8,7 +8,17 @@ from torch import nn
 
 from ds_comm import MeshSpec
 from ds_config.errors import PlanError
-from ds_moe import MoE, RouterOptions, expert_load, place_ranks, report_load, select_experts, utils
+from ds_moe import (
+    MoE,
+    RouterOptions,
+    apply_expert_parallel,
+    expert_load,
+    place_ranks,
+    report_load,
+    select_experts,
+    utils,
+)
+from ds_moe.config import ExpertParallelConfig
 from ds_moe.dispatch import exchange_of, reorder, through_experts
 from ds_moe.expert_groups import alone
 from ds_monitor import MemorySink, configure, shutdown
@@ -198,3 +208,30 @@ def test_an_evaluation_drops_what_its_capacity_says() -> None:
     assert int((first == 0).all(-1).sum()) >= 32
     assert torch.equal(layer(x)[0], first)
     assert not (MoE(6, mlp(), 2, drop_tokens=False, eval_capacity_factor=0.5).eval()(x)[0] == 0).all(-1).any()
+
+
+class Listed(nn.Module):
+    """A block of a user's own, which may return its router's logits."""
+
+    def __init__(self, returns_logits: bool) -> None:
+        super().__init__()
+        self.gate, self.returns_logits = nn.Linear(6, 4, bias=False), returns_logits
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        logits = self.gate(x)
+        weights, chosen = logits.softmax(-1).topk(2)
+        out = sum(expert(x) * ((chosen == n) * weights).sum(-1, keepdim=True) for n, expert in enumerate(self.experts))
+        return (out, logits) if self.returns_logits else out
+
+
+@pytest.mark.parametrize("returns_logits", [False, True])
+def test_a_users_block_returns_what_it_returned(returns_logits):
+    torch.manual_seed(1)
+    model, x = nn.Sequential(Listed(returns_logits)), torch.randn(3, 6)
+    wanted, state = model(x), torch.get_rng_state()
+    section = ExpertParallelConfig(enabled=True, moe_layer_pattern="0", top_k=2, score_func="softmax", route_norm=False)
+    cut = apply_expert_parallel(model, section)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model(x), wanted)
+    cut.undo()

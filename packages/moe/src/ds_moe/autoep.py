@@ -67,6 +67,7 @@ def apply_expert_parallel(
     *,
     data_first: bool = False,
     required: bool = True,
+    take: Callable[[nn.Parameter], None] = lambda param: None,
 ) -> ExpertParallelModel:
     """Replace the blocks with experts of `model` by ones that have this rank's experts only.
 
@@ -75,6 +76,8 @@ def apply_expert_parallel(
         mesh: The groups of this rank; None: all ranks split the batch.
         data_first: Ranks with the same experts are neighbours.
         required: Whether a model without experts is an error; a pipeline stage may have none.
+        take: Called with each parameter of a block's experts before the block is cut, on every rank in one order: afterwards the
+            parameter is whole, and nobody's but the model's (`ds_zero.Init` leaves shards).
 
     Raises:
         PlanError: nothing was recognised, experts or ranks do not divide ("moe-model", "moe-router", "moe-places").
@@ -109,6 +112,10 @@ def apply_expert_parallel(
         layer.how = replace(
             layer.how, weigh_first=section.score_apply == "pre", compare=section.validate_folding_routing
         )
+        for param in (
+            layer.get_submodule(layer.parts.experts) if isinstance(layer, ListedBlock) else layer
+        ).parameters():
+            take(param)
         layer.settle(places, one.name)
         cut.layers[one.name] = layer
         cut.blocks += (one,)
@@ -123,7 +130,17 @@ def _ready(model: nn.Module, one: MoEBlock) -> Layer | HeldBlock:
         return PackedExperts(module, one.experts)
     if not isinstance(module.get_submodule(one.parts.experts), nn.ModuleList):
         return HeldBlock(module, one.parts, one.rule)
-    return ListedBlock(module, one.parts, one.rule, one.family is None or one.family.returns_logits)
+    returns = _returns_logits(module, one.parts.router) if one.family is None else one.family.returns_logits
+    return ListedBlock(module, one.parts, one.rule, returns)
+
+
+def _returns_logits(block: nn.Module, router: str) -> bool:
+    """Whether a user's own block returns router logits besides its output: it is called once. Without values it is taken for one that does."""
+    weight = getattr(block.get_submodule(router), "weight", None)
+    if weight is None or any(param.is_meta for param in block.parameters()):
+        return True
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the model's own draws are not disturbed
+        return isinstance(block(weight.new_zeros(1, 2, weight.shape[1])), tuple)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -38,8 +38,19 @@ class ExpertParallelConfig(StrictModel):
         default="auto", description='Weigh what goes into experts ("pre") or what comes out of them.'
     )
     combine_impl: Annotated[
-        Literal["auto", "weighted_sum", "legacy_bmm"], NoEffect("there is one combine: a weighted sum in fp32")
+        Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"],
+        NoEffect("there is one combine: a weighted sum in fp32"),
     ] = "auto"
+    row_weighting_impl: Annotated[Literal["auto", "eager", "fused"], NoEffect("there is one combine")] = "auto"
+    gate_up_impl: Annotated[
+        Literal["separate", "fused"], NoEffect("packed weights are multiplied as they are stored")
+    ] = "separate"
+    async_split_plan: Annotated[bool, NoEffect("counts are read while shared experts compute")] = False
+    comm_backend: Annotated[Literal["comm", "deepep"], NoEffect("ds_comm chooses by device and group")] = "comm"
+    comm_num_sm: Annotated[Positive, NoEffect("there is no DeepEP")] = 12
+    comm_qp_margin: Annotated[int, Field(ge=0), NoEffect("there is no DeepEP")] = 4
+    comm_max_tokens_per_rank: Annotated[int, Field(ge=0), NoEffect("buffers are as long as the tokens that come")] = 0
+    expert_activation: Annotated[str | None, NoEffect("experts compute with the activation of their own module")] = None
     num_expert_groups: Positive | None = Field(default=None, description=f"Groups of experts. {_CHECKED}")
     num_limited_groups: Positive | None = Field(
         default=None, description=f"How many of those a token may go to. {_CHECKED}"

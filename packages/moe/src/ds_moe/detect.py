@@ -12,7 +12,7 @@ from torch import nn
 from ds_config.errors import PlanError
 from ds_moe.config import ExpertParallelConfig
 from ds_moe.module_list_block import BlockParts
-from ds_moe.moe_families import FAMILIES, MoEFamily, family_of
+from ds_moe.moe_families import FAMILIES, PRESETS, MoEFamily, family_of
 from ds_moe.packed_block import held_experts
 from ds_moe.selection import RouterOptions
 
@@ -85,13 +85,14 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
 def _family(section: ExpertParallelConfig, config: Any) -> MoEFamily | None:
     if section.preset_model is None:
         return family_of(config)
-    if section.preset_model not in FAMILIES:
+    name = PRESETS.get(section.preset_model, section.preset_model)
+    if name not in FAMILIES:
         raise PlanError(
             f"preset_model {section.preset_model!r}",
             code="moe-model",
-            fix=f"Use one of {sorted(FAMILIES)}, or leave it out: families are recognised.",
+            fix=f"Use one of {sorted({*FAMILIES, *PRESETS})}, or leave it out: families are recognised.",
         )
-    return FAMILIES[section.preset_model]
+    return FAMILIES[name]
 
 
 def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> MoEBlock | None:

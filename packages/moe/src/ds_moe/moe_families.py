@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_moe.selection import GroupScore, RouterOptions, Score
 
-__all__ = ["FAMILIES", "MoEFamily", "family_of"]
+__all__ = ["FAMILIES", "PRESETS", "MoEFamily", "family_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,18 @@ FAMILIES: Mapping[str, MoEFamily] = {
         replace(_V3, name="glm4_moe"),
         replace(_V3, name="dots1"),
         MoEFamily("gpt_oss", score="softmax_of_chosen", normalize=False, files=()),
+        MoEFamily("qwen3_5_moe_text"),
+        MoEFamily(
+            "minimax_m3_vl_text",
+            "sigmoid",
+            epsilon=1e-20,
+            files=_MIXTRAL_FILES,
+            block_in_files=("mlp", "block_sparse_moe"),
+        ),
     )
 }
+PRESETS: Mapping[str, str] = {"qwen3_5_moe": "qwen3_5_moe_text", "minimax_m3": "minimax_m3_vl_text"}
+"""Names that `expert_parallel.preset_model` has for families whose `model_type` is another word."""
 
 
 def family_of(config: Any) -> MoEFamily | None:
