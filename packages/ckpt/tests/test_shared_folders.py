@@ -254,3 +254,89 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(Disk, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device: '.*root/\.tmp-a-"):
         _save(tmp_path / "root" / "a")
+
+
+# ---- a manifest.json of another program
+
+
+THEIRS = '{"files": ["a.bin"], "format": "theirs"}'
+
+
+def _deepspeed_folder(path, value):
+    from ds_ckpt.convert.deepspeed_folders import publish_folder
+
+    def write(folder):
+        (folder / path.name).mkdir()
+        torch.save({"module": {"w": torch.full((8,), value)}}, folder / path.name / "mp_rank_00_model_states.pt")
+
+    publish_folder(path.parent, path.name, write)
+
+
+def test_a_manifest_of_another_program_is_neither_read_nor_replaced(tmp_path):
+    root = tmp_path / "root"
+    _save(root / "a")
+    (root / "b").mkdir()
+    for text in (THEIRS, "[]", '{"format": 1}'):
+        (root / "b" / "manifest.json").write_text(text)
+        assert ds_ckpt.list_tags(root) == ["a"]
+        with pytest.raises(CheckpointError, match="another program's") as caught:
+            _save(root / "b")
+        assert caught.value.code == "ckpt-target-exists"
+        assert (root / "b" / "manifest.json").read_text() == text
+    assert sorted(p.name for p in root.iterdir()) == ["a", "b"]
+
+
+def test_nor_in_a_store(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/theirs/b/manifest.json", THEIRS.encode())
+    with pytest.raises(CheckpointError, match="another program's"):
+        _save("memory://theirs/b")
+    assert fs.cat_file("/theirs/b/manifest.json") == THEIRS.encode()
+
+
+def test_a_damaged_manifest_of_ours_is_replaced(tmp_path):
+    _save(tmp_path / "a")
+    for damaged in (b"", b'{"formau"' + (tmp_path / "a" / "manifest.json").read_bytes()[9:80]):
+        (tmp_path / "a" / "manifest.json").write_bytes(damaged)
+        _save(tmp_path / "a", 2.0)
+        assert ds_ckpt.inspect(tmp_path / "a").meta == {"value": 2.0}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_it_stays_beside_files_in_deepspeeds_layout(tmp_path, exchange, monkeypatch):
+    from ds_ckpt.convert.deepspeed_folders import newest_sound, usable_tag
+
+    if not exchange:
+        monkeypatch.setattr(Disk, "exchange", lambda *names: False)
+    _deepspeed_folder(tmp_path / "a", 1.0)
+    (tmp_path / "a" / "manifest.json").write_text(THEIRS)
+    _deepspeed_folder(tmp_path / "a", 2.0)
+    assert (tmp_path / "a" / "manifest.json").read_text() == THEIRS
+    assert usable_tag(tmp_path) == newest_sound(tmp_path) == "a"
+    found = torch.load(tmp_path / "a" / "mp_rank_00_model_states.pt")["module"]["w"]
+    assert found.tolist() == [2.0] * 8
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
+
+
+def test_a_save_that_ends_between_the_renames_of_deepspeeds_layout_is_finished(tmp_path, monkeypatch):
+    _deepspeed_folder(tmp_path / "a", 1.0)
+    renamed = []
+
+    def killed(path, target):
+        renamed.append(path)
+        os.rename(path, target)
+        if len(renamed) == 1:
+            raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "exchange", lambda *names: False)
+        patch.setattr("pathlib.Path.rename", killed)
+        patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        patch.setattr("pathlib.Path.exists", lambda path: path.name != "replaced" and os.path.exists(path))
+        with pytest.raises(SystemExit):
+            _deepspeed_folder(tmp_path / "a", 2.0)
+    assert not (tmp_path / "a").exists()
+    _save(tmp_path / "b")
+    found = torch.load(tmp_path / "a" / "mp_rank_00_model_states.pt")["module"]["w"]
+    assert found.tolist() == [2.0] * 8

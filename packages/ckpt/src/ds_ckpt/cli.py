@@ -85,9 +85,9 @@ def _inspect(args: argparse.Namespace) -> int:
         inspect,
         list_tags,
     )
-    from ds_ckpt.format import MANIFEST
+    from ds_ckpt.manifest_owner import has_manifest
 
-    if "://" not in args.path and not (Path(args.path) / MANIFEST).is_file() and list_tags(args.path):
+    if "://" not in args.path and not has_manifest(args.path) and list_tags(args.path):
         rows = [(tag, inspect(os.path.join(args.path, tag))) for tag in list_tags(args.path)]
         if args.json:
             print(json.dumps([{"tag": tag, **_summary(m)} for tag, m in rows]))
@@ -241,9 +241,9 @@ def _checkpoint(path: str) -> str:
         CheckpointError: there is no such directory, or it holds no checkpoint ("ckpt-not-found").
     """
     from ds_ckpt.checkpoint_list import find_latest
-    from ds_ckpt.format import MANIFEST
+    from ds_ckpt.manifest_owner import has_manifest
 
-    if "://" in path or (Path(path) / MANIFEST).exists():
+    if "://" in path or has_manifest(path):
         return path
     if not Path(path).is_dir():
         raise CheckpointError(

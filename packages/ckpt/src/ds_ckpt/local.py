@@ -23,17 +23,19 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Final
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.local_files import Disk, LocalWriteFile, no_file, open_to_read
+from ds_ckpt.manifest_owner import has_manifest, refuse_foreign
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put
 from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import leads_out, read_regular
 
-__all__ = ["Disk", "LocalDraft", "LocalStorage", "link_others", "new_token"]
+__all__ = ["REPLACED", "Disk", "LocalDraft", "LocalStorage", "link_others", "new_token"]
 
 _TMP: Final = ".tmp-"
 _OLD: Final = ".old-"
@@ -44,8 +46,10 @@ _LOCK_TRIALS: Final = (
 _TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
 _REMOVED: Final = f"{_TMP}removed-"
 _FILES = re.compile(
-    r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|manifest\.json|(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|layer|expp_rank)_\d.*_states\.pt"
+    r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|layer|expp_rank)_\d.*_states\.pt"
 )
+REPLACED: Final = "replaced"
+"""In the draft of a folder in DeepSpeed's layout: the older one of that tag, between two renames."""
 _SUMS: Final = "checksums.json"  # beside files in DeepSpeed's layout
 
 
@@ -86,6 +90,8 @@ class LocalDraft:
                 code="ckpt-target-exists",
                 fix="Choose another directory, or move what is there.",
             )
+        if os.path.isfile(manifest := os.path.join(target, MANIFEST)):
+            refuse_foreign(target, partial(read_regular, manifest))
         self.make_locked()
 
     def make_locked(self) -> None:
@@ -192,7 +198,7 @@ class LocalStorage:
         return [t for t in candidates if self._is_checkpoint(self._directory(t))]
 
     def _is_checkpoint(self, path: str) -> bool:
-        if not os.path.isfile(os.path.join(path, MANIFEST)):
+        if not has_manifest(path):
             return False
         if os.path.islink(
             path
@@ -320,9 +326,17 @@ class LocalStorage:
         if fd < 0:
             return  # no locks here: better a leftover than someone's draft
         try:
+            self._finish(path)
             self.disk.remove_tree(path)
         finally:
             os.close(fd)
+
+    def _finish(self, path: str) -> None:
+        """Put a folder at its place whose owner ended between the two renames that replace an older one."""
+        tag = os.path.basename(path).removeprefix(_TMP).rpartition("-")[0]
+        new, target = os.path.join(path, tag), os.path.join(self.root, tag)
+        if os.path.isdir(os.path.join(path, REPLACED)) and os.path.isdir(new) and not os.path.lexists(target):
+            self.disk.rename(new, target)
 
     def _directory(self, tag: str) -> str:
         path = os.path.join(self.root, tag)
@@ -351,7 +365,8 @@ def link_others(old: str, new: str, disk: Disk | None = None) -> None:
     for name in names:
         path, place = os.path.join(old, name), os.path.join(new, name)
         theirs = name == _SUMS or (name == "zero" and universal)
-        if _FILES.fullmatch(name) or theirs or os.path.lexists(place):
+        ours = _FILES.fullmatch(name) or (name == MANIFEST and has_manifest(old))
+        if ours or theirs or os.path.lexists(place):
             continue
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.copytree(path, place, symlinks=True, copy_function=link)
@@ -363,7 +378,7 @@ def _has_only_our_files(path: str) -> bool:
     """Whether a folder is a checkpoint, or what a removal that was cut short left of one."""
     if os.path.islink(path) or not os.path.isdir(path):
         return False
-    return os.path.isfile(os.path.join(path, MANIFEST)) or all(_FILES.fullmatch(name) for name in os.listdir(path))
+    return has_manifest(path) or all(_FILES.fullmatch(name) for name in os.listdir(path))
 
 
 def _is_open(fd: int, path: str) -> bool:

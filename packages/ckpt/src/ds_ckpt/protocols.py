@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
-from ds_ckpt.format import MANIFEST
+from ds_ckpt.manifest_owner import has_manifest
 from ds_config.errors import CheckpointError
 
 __all__ = [
@@ -162,7 +162,7 @@ def not_found(where: str, name: str) -> CheckpointError:
     siblings = ""
     parent = Path(where).parent
     if parent.is_dir():
-        near = sorted(p.name for p in parent.iterdir() if (p / MANIFEST).is_file())[:8]
+        near = sorted(p.name for p in parent.iterdir() if has_manifest(p))[:8]
         siblings = f"; checkpoints beside it: {', '.join(near) or 'none'}"
     return CheckpointError(
         f"{where} has no {name}{siblings}",

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
+from ds_ckpt.manifest_owner import refuse_foreign
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, truncated
 from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_ckpt.retrying import IncompleteError, RetryPolicy
@@ -63,6 +65,8 @@ class _ObjectDraft:
         return f"blocks-{rank:05d}-{self._token}.bin"
 
     def create(self) -> None:
+        if self._storage.has_object(f"{self._path}/{MANIFEST}"):
+            refuse_foreign(self._storage.where(self._tag), partial(self._storage.read, self._tag, MANIFEST))
         self._storage.ask(f"make {self._path}", lambda fs: fs.makedirs(self._path, exist_ok=True))
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
@@ -140,10 +144,11 @@ class ObjectStorage:
                     self.ask(f"remove {path}/{name}", lambda fs, name=name: fs.rm_file(f"{path}/{name}"))  # type: ignore[misc]
 
     def tags(self) -> list[str]:
-        return [n for n, _ in self.names(self.root) if not n.startswith(".") and self._is_there(n)]
+        names = [name for name, _ in self.names(self.root) if not name.startswith(".")]
+        return [name for name in names if self.has_object(f"{self.root}/{name}/{MANIFEST}")]
 
-    def _is_there(self, tag: str) -> bool:
-        path = f"{self.root}/{tag}/{MANIFEST}"
+    def has_object(self, path: str) -> bool:
+        """Whether there is an object at a path."""
         return bool(self.ask(f"look for {path}", lambda fs: fs.exists(path)))
 
     def read(self, tag: str, name: str, limit: int) -> bytes:

@@ -160,11 +160,19 @@ class SaveJob:
         """Whether the manifest holds all places itself (version 1): few enough for one rank to plan, in files of their own."""
         return self.share.alone and self.packing is None
 
+    def _replaced(self) -> set[str]:
+        """Return the shared files of the older checkpoint of this tag; of one whose manifest is damaged nobody knows them."""
+        try:
+            return shared_files(self.at)
+        except CheckpointError as error:
+            ds_monitor.event("ckpt.kept", why=error.message)
+            return set()
+
     def commit(self, reports: Mapping[int, bytes]) -> Json:
         """Publish, from what every rank said; the sequence number and the bytes of all tensors. Rank 0 only."""
         with ds_monitor.span("ckpt.commit", checkpoint=self.at.tag):
             sequence = next_sequence(self.at.storage)
-            replaced = shared_files(self.at)
+            replaced = self._replaced()
             answers = [json.loads(data) for _, data in sorted(reports.items())]
             tensors: dict[str, Kind] = {}
             for answer in answers:

@@ -25,8 +25,8 @@ from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 from ds_ckpt.coordinator import TRANSFER_S, Coordinator
-from ds_ckpt.format import MANIFEST
 from ds_ckpt.local import new_token
+from ds_ckpt.manifest_owner import has_manifest
 from ds_comm import Group, all_gather_json, barrier
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
@@ -196,7 +196,7 @@ def translated(
         optimizer: Whose groups name the parameters where the files do not (stage 0).
     """
     source = Path(root) / (tag or "")
-    if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
+    if tag is None or has_manifest(source) or not any(source.glob("*model_states.pt")):
         yield None
         return
 

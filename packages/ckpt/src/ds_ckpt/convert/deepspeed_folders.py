@@ -19,9 +19,9 @@ from typing import Final
 
 from ds_ckpt.checkpoint_list import is_complete
 from ds_ckpt.crc import crc32
-from ds_ckpt.format import MANIFEST
 from ds_ckpt.jsontext import Json
-from ds_ckpt.local import LocalDraft, LocalStorage, link_others, new_token
+from ds_ckpt.local import REPLACED, Disk, LocalDraft, LocalStorage, link_others, new_token
+from ds_ckpt.manifest_owner import has_manifest
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import leads_out, open_regular, read_regular, read_regular_text, replace_text
 
@@ -102,7 +102,7 @@ def usable_tag(root: str | os.PathLike[str]) -> str | None:
         tag = named_tag(root)
         if tag is None:
             return None
-        if not (Path(root) / tag / MANIFEST).is_file():
+        if not has_manifest(Path(root) / tag):
             check_files(Path(root) / tag)
         elif not is_complete(Path(root) / tag):
             raise CheckpointError(
@@ -144,7 +144,7 @@ def newest_sound(root: str | os.PathLike[str]) -> str | None:
     found = [Path(entry.path) for entry in folders if _has_model(entry.path)]
     for folder in sorted(found, key=_age, reverse=True):
         try:
-            if not (folder / MANIFEST).is_file():
+            if not has_manifest(folder):
                 check_files(folder)
                 return folder.name
         except CheckpointError as error:
@@ -214,12 +214,14 @@ def _sum_problem(path: Path, expected: Json) -> str:
     return ""
 
 
-def _checksum(path: Path) -> tuple[int, str]:
+def _checksum(path: Path, sync: bool = False) -> tuple[int, str]:
     fd = open_regular(path)
     nbytes = crc = 0
     try:
         while part := os.read(fd, _PART_BYTES):
             nbytes, crc = nbytes + len(part), crc32(part, crc)
+        if sync:
+            os.fsync(fd)
     finally:
         os.close(fd)
     return nbytes, f"{crc:08x}"
@@ -277,22 +279,28 @@ def publish_folder(root: str | os.PathLike[str], tag: str, write: Callable[[Path
     """
     check_target(root, tag)
     target = Path(root) / tag
-    draft = LocalDraft(LocalStorage(root), tag, new_token())
+    disk = Disk()
+    draft = LocalDraft(LocalStorage(root, disk), tag, new_token())
     draft.make_locked()
     here = Path(draft.data_path(""))
     try:
         write(here)
-        files = {str(path.relative_to(here / tag)): list(_checksum(path)) for path in (here / tag).rglob("*.pt")}
+        files = {
+            str(path.relative_to(here / tag)): list(_checksum(path, sync=True)) for path in (here / tag).rglob("*.pt")
+        }
         record = {"sequence": _next_number(Path(root)), "files": files}
         replace_text(here / tag / CHECKSUMS, json.dumps(record))
         link_others(str(target), str(here / tag))
-        if target.exists():
-            target.rename(here / "replaced")
-        (here / tag).rename(target)
+        if not target.exists():
+            (here / tag).rename(target)
+        elif not disk.exchange(str(here / tag), str(target)):
+            target.rename(here / REPLACED)
+            (here / tag).rename(target)
+        disk.sync_directory(str(root))
         replace_text(Path(root) / "latest", tag)
     finally:
-        if not target.exists() and (here / "replaced").exists():
-            (here / "replaced").rename(target)
+        if not target.exists() and (here / REPLACED).exists():
+            (here / REPLACED).rename(target)
         shutil.rmtree(here, ignore_errors=True)
         draft.unlock()
     return target

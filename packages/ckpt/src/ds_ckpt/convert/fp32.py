@@ -19,7 +19,7 @@ from ds_ckpt.checkpoint_list import find_latest
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.huggingface import Exported, write_hf
 from ds_ckpt.convert.tensor_source import TensorSource, cast, open_checkpoint, renamed
-from ds_ckpt.format import MANIFEST
+from ds_ckpt.manifest_owner import has_manifest
 from ds_ckpt.shard_tensors import torch_dtype
 from ds_config.errors import CheckpointError
 
@@ -54,9 +54,9 @@ def open_training(
         parallel_info: As of `open_deepspeed`.
     """
     root = Path(checkpoint_dir)
-    if tag is not None and (root / tag / MANIFEST).is_file():
+    if tag is not None and has_manifest(root / tag):
         return open_checkpoint(root / tag)
-    if tag is None and (root / MANIFEST).is_file():
+    if tag is None and has_manifest(root):
         return open_checkpoint(root)
     latest = find_latest(root) if tag is None else None
     if latest is not None:

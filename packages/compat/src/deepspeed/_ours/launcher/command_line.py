@@ -16,7 +16,7 @@ from deepspeed._ours.launcher.launching import decode_world_info, parse_args
 from ds_ckpt.convert.deepspeed_layout import write_universal
 from ds_ckpt.convert.fp32 import open_training
 from ds_ckpt.convert.pickled import load_pt
-from ds_ckpt.format import MANIFEST
+from ds_ckpt.manifest_owner import has_manifest
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_launcher.cli import main as ds
@@ -209,7 +209,7 @@ def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
 
 def _injected(folder: Path) -> dict[str, float] | None:
     """Return the information that is assumed of upstream's files which have none."""
-    files = [] if (folder / MANIFEST).is_file() else _models(folder, "")[:1]
+    files = [] if has_manifest(folder) else _models(folder, "")[:1]
     said = [load_pt(file).get("universal_checkpoint_info") or {} for file in files]
     version = {"universal_checkpoint_version": 0.4}
     return version if said and set(said[0]) <= set(version) else None
