@@ -56,7 +56,11 @@ def test_a_model_hands_old_keys_on():
     assert changed.count == 5
 
 
-def test_sections_keep_what_has_no_effect_here():
+def test_sections_keep_what_has_no_effect_here(monkeypatch):
+    said = []
+    monkeypatch.setattr("deepspeed.utils.logger.warning", said.append)
+    DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
+    assert "elastic checkpointing is deprecated" in said[0]
     every = DeepSpeedZeroConfig(stage=3, prefetch_bucket_size=7, cpu_offload=True, leaf_module={"names": "experts"})
     assert every.prefetch_bucket_size == 7
     assert every.overlap_comm is True

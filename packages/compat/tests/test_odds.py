@@ -290,6 +290,24 @@ def test_gradients_of_each_group_and_the_tensors_of_parameters(device):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_state_is_found_by_the_flat_weights_and_gradients_are_flat_too(stage):
+    import deepspeed
+
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    config |= {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    assert hasattr(optimizer, "fp32_groups_gradients_flat") is (stage == 1)
+    if stage == 1:
+        (flat,) = optimizer.fp32_groups_gradients_flat
+        assert (flat.dtype, flat.tolist()) == (torch.float32, [1.0] * 8)
+    engine.step()
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        assert optimizer.optimizer.state[flat]["step"] == 1
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_not_trained_has_no_fp32_copy(stage):
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state

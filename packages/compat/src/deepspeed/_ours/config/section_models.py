@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from deepspeed._ours.monitor.upstream_logging import logger
 from ds_config import Alias, Deprecated
 from ds_config.schema_fields import Retired
 from ds_monitor.config import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
@@ -181,6 +182,12 @@ class DeepSpeedZeroConfig(
         if isinstance(data, Mapping) and data.get("overlap_comm") is None:
             return {**data, "overlap_comm": int(data.get("stage", 0)) == 3}
         return data
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Any:
+        if self.elastic_checkpoint and self.stage == 3:
+            logger.warning("elastic checkpointing is deprecated: every checkpoint resumes on any number of ranks")
+        return self
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from ds_zero import (
     ShardedModel,
     ShardedOptimizer,
     ShardOptions,
+    safe_get_full_grad,
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
@@ -150,11 +151,24 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's shard of every unit, in master format: the tensors that training writes to."""
+        """This rank's shard of every unit, in master format: what `optimizer` trains, and has the state of, where it has the shard in one piece."""
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
         for unit in trained:
             unit.state_store.fetch()
-        return [unit.shard for unit in trained]
+        return [unit.parts[0].tensor if len(unit.parts) == 1 else unit.shard for unit in trained]
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[Tensor]:
+        """The averaged gradients of each unit's parameters, whole and end to end, in fp32: copies. Collective.
+
+        Raises:
+            AttributeError: gradients are sharded, as upstream has it.
+        """
+        if self.sharding.options.residency.shard_grads:
+            raise AttributeError("fp32_groups_gradients_flat: gradients are sharded")
+        trained = [unit.params for unit in self.sharding.units if unit.spec.trained]
+        grads = [[grad for grad in map(safe_get_full_grad, params) if grad is not None] for params in trained]
+        return [torch.cat([grad.flatten().float() for grad in of]) for of in grads if of]
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
