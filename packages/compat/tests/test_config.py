@@ -170,10 +170,8 @@ def test_sections_under_upstreams_names() -> None:
     assert config.compile_config.deepcompile
     assert config.tensor_parallel_config.autotp_size == 1
     assert config.timers_config.throughput.enabled
-    assert (config.expert_parallel_config, config.autotuning_config) == (
-        config.expert_parallel,
-        config.autotuning,
-    )
+    assert config.autotuning_config == config.autotuning
+    assert not config.expert_parallel_config.enabled
 
 
 def test_deepspeed_config_tells_the_batch():

@@ -438,3 +438,30 @@ def test_tiles() -> None:
         torch.testing.assert_close(a, b)
     summed = SequenceTiledCompute.apply(lambda x, y: (x * y).sum(), 7, 2, ["x"], ["y"], "x", None, 1, "sum", x, 2.0)
     torch.testing.assert_close(summed, (x * 2).sum())
+
+
+@world(2)
+def test_experts_that_were_replaced_by_hand_are_on_two_ranks():
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+
+    def block() -> nn.Module:
+        torch.manual_seed(0)
+        one = nn.Module()
+        one.gate, one.experts = nn.Linear(8, 4, bias=False), nn.ModuleList(nn.Module() for _ in range(4))
+        for expert in one.experts:
+            expert.gate_proj, expert.up_proj = (nn.Linear(8, 12, bias=False) for _ in range(2))
+            expert.down_proj = nn.Linear(12, 8, bias=False)
+        model = nn.ModuleDict({"mlp": one})
+        model.config = SimpleNamespace(model_type="qwen3_moe", num_experts_per_tok=2, norm_topk_prob=True)
+        return model
+
+    rank, layers = deepspeed.comm.get_rank(), []
+    for degree in (1, 2):
+        model = block()
+        found = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
+        found.replace_moe_layers(found.ep_parser(), degree, rank % degree)
+        layers.append(model["mlp"])
+    x = torch.randn(3 + rank, 8, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(layers[1](x), layers[0](x), atol=1e-6, rtol=1e-5)
+    assert layers[1].experts.w1.shape[0] == layers[1].num_local_experts == 2

@@ -16,6 +16,7 @@ from deepspeed._ours.config.section_models import (
     get_monitor_config,
     get_zero_config,
 )
+from deepspeed._ours.parallel.autoep_config import parse_autoep_config
 from ds_comm import world_group
 from ds_config import read
 from ds_config.config_file import Source
@@ -90,6 +91,7 @@ _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_enabled": lambda c: c.model.zero_optimization.stage > 0,
     "float16_config": lambda c: get_float16_config(c._param_dict),
     "bfloat16_config": lambda c: get_bfloat16_config(c._param_dict),
+    "expert_parallel_config": lambda c: parse_autoep_config(section_of(c._param_dict, "expert_parallel")),
     "log_level": lambda c: get_log_level(c._param_dict),
     "monitor_config": lambda c: get_monitor_config(c._param_dict),
     "amp_enabled": lambda c: False,
@@ -131,6 +133,9 @@ class DeepSpeedConfig:
         if mpu is not None or mesh_device is not None:
             raise refused("mpu")
         self._param_dict = raw_config(config)
+        parse_autoep_config(
+            section_of(self._param_dict, "expert_parallel")
+        )  # whose error shows the value as Python does
         self.model = load_config(accepted(self._param_dict)) if plan is None else plan.config
         self.world_size = world_group().size
         # Ranks that share a batch's samples, by sequence, tensor or stage, are known to a plan only.

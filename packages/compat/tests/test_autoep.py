@@ -1,0 +1,157 @@
+"""Experts by hand: `deepspeed.module_inject.auto_ep` finds blocks, and its layers compute what the blocks did."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP, _resolve_route_scale
+from deepspeed.module_inject.auto_ep_config import (
+    AutoEPConfig,
+    fill_autoep_config_from_hf,
+    parse_autoep_config,
+    validate_autoep_config,
+    validate_autoep_post_detection,
+)
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, combine_from_routed, compute_split_plan
+from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import Tensor, nn
+
+from ds_config.errors import ConfigError, PlanError
+
+WIDTH, FFN, EXPERTS = 8, 12, 4
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(FFN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * FFN, WIDTH) / 4)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN) / 4)
+
+
+class Block(nn.Module):
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS)) if listed else Held()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            if isinstance(self.experts, nn.ModuleList):
+                each = self.experts[number](x)
+            else:
+                gate, up = (x @ self.experts.gate_up_proj[number].T).chunk(2, -1)
+                each = (nn.functional.silu(gate) * up) @ self.experts.down_proj[number].T
+            out = out + each * ((chosen == number) * weights).sum(-1, keepdim=True)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="qwen3_moe" if listed else "mixtral", num_experts_per_tok=2, norm_topk_prob=True
+        )
+        self.mlp = Block(listed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("score_apply", ["auto", "pre"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_replaced_block_computes_what_it_did(listed, score_apply):
+    torch.manual_seed(0)
+    model, x = Model(listed), torch.randn(2, 5, WIDTH)
+    wanted = model(x)
+    found = AutoEP(model, AutoEPConfig(enabled=True, score_apply=score_apply))
+    (spec,) = found.ep_parser()
+    assert (spec.model_family, spec.num_experts, spec.hidden_size) == (model.config.model_type, EXPERTS, WIDTH)
+    model.mlp.gate.weight.requires_grad_(False)
+    found.replace_moe_layers([spec], 1, 0)
+    assert isinstance(model.mlp, AutoEPMoELayer)
+    assert not model.mlp.router.gate.weight.requires_grad
+    out = model(x)
+    if score_apply == "auto":
+        torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-5)
+    out.sum().backward()
+    assert all(weight.grad is not None for weight in model.mlp.experts.parameters())
+
+
+def test_experts_that_differ_are_refused():
+    model = Model(True)
+    model.mlp.experts[1].up_proj.weight.requires_grad_(False)
+    found = AutoEP(model, AutoEPConfig(enabled=True))
+    with pytest.raises(ValueError, match="mixed requires_grad flags"):
+        found.replace_moe_layers(found.ep_parser(), 1, 0)
+
+
+def test_the_section_is_read_and_checked():
+    config = parse_autoep_config(
+        {"enabled": True, "autoep_size": 2, "load_balance_coeff": None, "comm_backend": "comm"}
+    )
+    assert (config.autoep_size, config._load_balance_coeff_explicit, config.route_scale) == (2, True, 1.0)
+    validate_autoep_config(config, world_size=8, pp_size=2, tp_size=1, sp_size=1)
+    for changes, told in (
+        ({"autoep_size": 3}, "must divide the stage size"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=1"),
+        ({"validate_folding_routing": "true"}, "validate_folding_routing"),
+        ({"preset_model": "none_such"}, "none_such"),
+        ({"score_func": "tanh"}, "score_func"),
+        ({"load_balance_coeff": False}, "False is not supported"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            validate_autoep_config(AutoEPConfig(**{"enabled": True} | changes), 8, 1, 1, 1)
+    with pytest.raises(PlanError, match="exceeds num_experts=4"):
+        validate_autoep_post_detection(
+            AutoEPConfig(autoep_size=8), AutoEP(Model(True), AutoEPConfig(enabled=True)).ep_parser()
+        )
+    family = SimpleNamespace(n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    fill_autoep_config_from_hf(config, family)
+    assert (config.num_expert_groups, config.route_scale) == (4, 2.5)
+    with pytest.raises(ConfigError, match="routed_scaling_factor"):
+        _resolve_route_scale(AutoEPConfig(routed_scaling_factor=float("nan")), family)
+    assert [preset_name_for_hf_model_type(kind) for kind in ("qwen2_moe", "qwen3_5_moe_text", "llama")] == [
+        "qwen3_moe", "qwen3_5_moe", None
+    ]  # fmt: skip
+
+
+def test_a_configuration_shows_the_value_that_it_refuses():
+    raw = {"train_batch_size": 1, "expert_parallel": {"load_balance_coeff": {"coeff": 1e-3}}}
+    with pytest.raises(ValueError, match=r"load_balance_coeff = \{'coeff': 0.001\} is not supported"):
+        DeepSpeedConfig(raw)
+    told = DeepSpeedConfig({"train_batch_size": 1, "expert_parallel": {"enabled": True}}).expert_parallel_config
+    assert (told.enabled, told._load_balance_coeff_explicit) == (True, False)
+
+
+def test_rows_are_planned_and_combined(monkeypatch):
+    sent = []
+
+    def exchange(out, counts, group=None):
+        sent.append(counts.tolist())
+        out.copy_(torch.tensor([5, 0, 0, 2]))
+
+    monkeypatch.setattr(deepspeed.comm, "all_to_all_single", exchange)
+    plan = compute_split_plan(torch.tensor([[0, 3], [0, 2]]), 4, 2, 2, None)
+    assert sent == [[2, 0, 1, 1]]
+    assert (plan.input_splits, plan.output_splits, plan.local_counts.tolist()) == ([2, 2], [5, 2], [5, 2])
+    rows, weights = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0.5, 0.25], [1.0, 2.0]])
+    order = torch.tensor([2, 0, 1, 3])  # rows of choices 2, 0, 1, 3
+    out = combine_from_routed(rows, weights, order, 2, "post", "auto", (1, 2, 1))
+    assert out.flatten().tolist() == [0.5 * 2 + 0.25 * 3, 1.0 * 1 + 2.0 * 4]
