@@ -378,3 +378,15 @@ def test_a_backward_that_the_engine_does_not_start_is_one_microbatch(stage, ways
         for param, other in zip(engine.module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(param, other)
     engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_as_codes_come_back_in_their_format(dtype):
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+
+    quantizer, values = CUDAQuantizer(), torch.linspace(-3.0, 3.0, 16_016, dtype=dtype).view(2, -1)
+    codes, scale = quantizer.quantize(values)
+    assert (codes.dtype, codes.shape, scale.numel()) == (torch.int8, values.shape, 7)
+    back = quantizer.dequantize(codes, scale, dtype=dtype)
+    assert back.dtype == dtype
+    torch.testing.assert_close(back, values, atol=0.02, rtol=0.01)
