@@ -712,6 +712,17 @@ def thaw_without_replan(run: Run) -> None:
 
 
 @loop()
+def some_layers(run: Run) -> None:
+    """An optimizer of some layers, while the others require gradients, too."""
+    model = run.net()
+    optimizer = run.wrap(model, torch.optim.SGD(model.b.parameters(), lr=0.1))
+    for step in range(STEPS):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop()
 def grad_scaler(run: Run) -> None:
     """`GradScaler`: `scale`, `unscale_`, clipping, `step`, `update`; one overflow."""
     model, optimizer = run.pair()

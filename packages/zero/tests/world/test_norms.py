@@ -15,6 +15,7 @@ import ds_comm
 import ds_zero
 from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
+from ds_zero.runtime import reduce_runtime
 
 REPLICATED = frozenset({"1.weight", "1.bias"})
 
@@ -107,3 +108,22 @@ def test_large_units_have_an_exact_norm_in_one_process(stage, precision, backend
     with mock.patch.dict(os.environ, {"DS_OPS": backend}):
         found, exact = norm_of_a_large_unit(stage, precision)
     assert found == pytest.approx(exact, rel=1e-8)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@world(2)
+def test_gradients_outside_of_the_optimizer_are_dropped_with_a_warning(stage):
+    """Each rank had its own in `clip_grad_norm_`, which scaled each rank's part by another factor."""
+    torch.manual_seed(0)
+    rank, net = dist.get_rank(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net[1].parameters(), lr=0.1), stage=stage)
+    with mock.patch.object(reduce_runtime, "_log") as log:
+        for step in range(2):
+            net(torch.full((2, 4), 1.0 + rank + step)).square().sum().backward()
+    assert [call.args[1].split(".")[0] for call in log.warning.call_args_list] == (["2"] if rank == 0 else [])
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    assert all((param.grad is None) == (not name.startswith("1.")) for name, param in net.named_parameters())
+    norms = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(norms, norm.detach().clone())
+    assert torch.equal(*norms)
+    optimizer.step()

@@ -320,12 +320,17 @@ def test_thirty_cycles_leave_nothing(stage, memory):
     check_cycles(stage, 30, memory)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 @world(2)
-def test_dropping_everything_without_close_frees_it(stage):
+def test_dropping_everything_without_close_frees_it(stage, gradients):
+    """Python's collector does not see `param.grad`: gradients that knew their model kept it where a loop ends with `step`."""
     net = even()
     optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN)
     train(net, optimizer, 2)
+    if gradients:
+        net(torch.randn(2, 32)).square().mean().backward()
+        assert all(isinstance(param.grad, ds_zero.ShardedGradient) for param in net.parameters())
     dead = weakref.ref(optimizer.sharding), weakref.ref(optimizer.sharding.units[0])
     del net, optimizer
     gc.collect()

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class OptimizerSlice:
     """A range of the shard that the optimizer sees as one parameter.
 

@@ -54,20 +54,26 @@ class GradientAccess:
 
 
 class _Shard(GradientShard):
-    """Elements of a unit's sums; what parameters and parts have in common."""
+    """Elements of a unit's sums; what parameters and parts have in common. Of the model it has weak references only.
+
+    `param.grad` is a reference that Python's collector does not see: a model that is dropped with gradients would stay for ever.
+    """
 
     def __init__(self, owner: GradAttributes, unit: Unit, of: str) -> None:
-        self._owner, self.unit, self.of, self.alive = weakref.ref(owner), unit, of, True
+        self._owner, self._unit, self.of, self.alive = weakref.ref(owner), weakref.ref(unit), of, True
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        if unit is None:
+            raise _dropped(self.of)
+        return unit
 
     def owner(self) -> GradAttributes:
         """Return the attributes that show this gradient; raise if they do no longer, or if it is not summed yet."""
         owner = self._owner()
         if owner is None or not self.alive:
-            raise ShardedAccessError(
-                f"the gradient of {self.of} was used after it was dropped (zero_grad, param.grad = None)",
-                code="sharded-gradient-dropped",
-                fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
-            )
+            raise _dropped(self.of)
         if self.unit.gradients.open or not self.unit.gradients.has_sums:
             raise ShardedAccessError(
                 f"the gradient of {self.of} was used while it waits for its sum over the ranks (no_sync, reduction(False))",
@@ -75,6 +81,14 @@ class _Shard(GradientShard):
                 fix="Make the last backward before the step outside of no_sync, or call optimizer.reduce() on all ranks first.",
             )
         return owner
+
+
+def _dropped(of: str) -> ShardedAccessError:
+    return ShardedAccessError(
+        f"the gradient of {of} was used after it was dropped (zero_grad, param.grad = None)",
+        code="sharded-gradient-dropped",
+        fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
+    )
 
 
 class _ParamShard(_Shard):
@@ -125,8 +139,21 @@ class _ParamShard(_Shard):
 class _PartShard(_Shard):
     def __init__(self, owner: GradAttributes, unit: Unit, part: OptimizerSlice, of: str) -> None:
         super().__init__(owner, unit, of)
-        self.part = part
-        self.spans = ((0, self.part.stop - self.part.start),)
+        self._part = weakref.ref(part)
+        self.spans = ((0, part.stop - part.start),)
+
+    @property
+    def part(self) -> OptimizerSlice:
+        part = self._part()
+        if part is None:
+            raise _dropped(self.of)
+        return part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the optimizer still has this part; a suspended unit's are made anew."""
+        part, unit = self._part(), self._unit()
+        return unit is not None and part in unit.parts
 
     def pieces(self) -> list[Tensor]:
         self.owner().average(self.unit)
@@ -498,7 +525,7 @@ class GradAttributes:
         again: dict[int, tuple[Tensor, ShardedGradient]] = {}
         for key, (tensor, grad) in self._shards.items():
             shard = grad.shard
-            is_split = isinstance(shard, _PartShard) and shard.part not in shard.unit.parts
+            is_split = isinstance(shard, _PartShard) and not shard.is_part
             if getrefcount(grad) <= _OURS and not is_split:
                 grad.answers.clear()
                 again[key] = tensor, grad

@@ -37,6 +37,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -56,8 +58,8 @@ from ds_zero.runtime.unit import Unit
 
 __all__ = ["AccumulatedHooks", "GradientReductions", "Helper", "ZeroGrad"]
 
-
 _PATIENCE_S = 0.02
+_log = getLogger(__name__)
 
 
 class Helper:
@@ -286,6 +288,15 @@ class GradientReductions:
                 handle = param.register_post_accumulate_grad_hook(self._fired_hook(number, member))
                 self.hooks.library.add(((number, member), handle.id))
                 self._handles.append(handle)
+        unwarned = [True]  # on the first rank only
+        for unit in self.units if self.trained else ():
+            if unit.spec.trained or unit.groups.size == 1:
+                continue
+            if unit.groups.shard_group.rank + unit.groups.replicate_group.rank > 0:
+                unwarned.clear()
+            for info, param in zip(unit.spec.params, unit.params, strict=True):
+                if param.requires_grad:
+                    self._handles.append(param.register_post_accumulate_grad_hook(partial(_drop, info.name, unwarned)))
 
     def detach(self) -> None:
         """Take the hooks back."""
@@ -591,3 +602,15 @@ class GradientReductions:
     def adopt(self, sequence: Sequence[int]) -> None:
         """Follow `sequence` from now on. The same on every rank."""
         self._order.adopt(sequence)
+
+
+def _drop(name: str, unwarned: list[bool], param: Tensor) -> None:
+    """Drop the gradient of a parameter in no group of the optimizer: it is this rank's own, and a norm with it would differ between ranks."""
+    param.grad = None
+    if unwarned:
+        unwarned.clear()
+        _log.warning(
+            "%s requires a gradient and is in no group of the optimizer: its gradient is neither summed over the ranks nor kept "
+            "(param.grad is None), and norms leave it out. requires_grad_(False) saves its memory and time.",
+            name,
+        )

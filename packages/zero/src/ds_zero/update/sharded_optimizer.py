@@ -140,6 +140,7 @@ class ShardedOptimizer(Optimizer):
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, OptimizerTraits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
+        self._frozen = {id(p) for p in model.parameters() if not p.requires_grad}
         self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
@@ -183,12 +184,14 @@ class ShardedOptimizer(Optimizer):
     def _check_trainable(self) -> None:
         for unit in self.sharding.units:
             if not unit.spec.trained and any(p.grad is not None for p in unit.params):
-                names = [i.name for i, p in zip(unit.spec.params, unit.params, strict=True) if p.grad is not None]
-                raise PlanError(
-                    f"{', '.join(names[:5])} got a gradient, and was frozen or not in the optimizer when the model was sharded",
-                    code="zero-requires-grad-changed",
-                    fix="Call optimizer.replan() after changing requires_grad.",
-                )
+                found = zip(unit.spec.params, unit.params, strict=True)
+                names = [i.name for i, p in found if p.grad is not None and id(p) in self._frozen]
+                if names:
+                    raise PlanError(
+                        f"{', '.join(names[:5])} got a gradient, and was frozen when the model was sharded",
+                        code="zero-requires-grad-changed",
+                        fix="Call optimizer.replan() after changing requires_grad.",
+                    )
 
     def replan(self) -> None:
         """Plan the units anew after `requires_grad` of parameters has changed. Collective, between steps.
