@@ -978,3 +978,26 @@ def test_gradients_read_and_set_are_those_of_the_update(more):
         moved = before - net.weight.detach()
         torch.testing.assert_close(moved, torch.full((1, 4), 3.0 if sets else expected), msg=f"{stage}: {moved}")
         engine.destroy()
+
+
+@world(2)
+def test_state_at_stage_3_can_be_read_as_upstream_cuts_it():
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 3)).square().sum())
+    engine.step()
+    assert engine._get_zero_param_shapes() == [{"weight": torch.Size([3, 3]), "bias": torch.Size([3])}]
+    optimizer._set_fp32_optimizer_param_groups()
+    state = optimizer.optimizer.state_dict()["state"][0]
+    optimizer._clear_fp32_optimizer_param_groups()
+    assert optimizer.optimizer is optimizer.inner
+    whole = [deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg") for param in model.parameters()]
+    rank, (weight, bias) = deepspeed.comm.get_rank(), state["exp_avg"].split([5, 2])
+    torch.testing.assert_close(weight, nn.functional.pad(whole[0].flatten(), (0, 1)).chunk(2)[rank])
+    torch.testing.assert_close(bias, nn.functional.pad(whole[1], (0, 1)).chunk(2)[rank])
+    assert state["step"] == 1
+    engine.destroy()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed._ours.base.raising import refused
@@ -97,6 +98,11 @@ class SavesAndLoads(Engine):
         all_gather_object(every, own, group=ranks)
         degrees = {"pp_degree": self.mesh["pipe"].size, "tp_degree": self.mesh["tensor"].size}
         return [{"param_shapes": [shapes], "checkpoint_parallel_dimensions": degrees} for shapes in every]
+
+    def _get_zero_param_shapes(self) -> list[dict[str, Any]]:
+        """Return the shapes of the trained parameters by name, of each unit, in the order of the optimizer's state."""
+        trained = [unit.spec.params for unit in self.sharding.units if unit.spec.trained]
+        return [{param.name: torch.Size(param.shape) for param in params} for params in trained]
 
     def _facts(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the values that upstream stores beside the weights.

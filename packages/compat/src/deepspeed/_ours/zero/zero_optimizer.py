@@ -25,6 +25,7 @@ from ds_zero import (
     ShardedOptimizer,
     ShardOptions,
     safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
@@ -88,6 +89,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     """
 
     external_loss_scale: float | None = None
+    _cut_state: EvenState | None = None
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
         super().__init__(model, inner, options)
@@ -116,7 +118,10 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     def _holder(self) -> ShardedOptimizer:
         return self
 
-    optimizer = reads("inner", "The optimizer that was wrapped.")
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that was wrapped; its state alone after `_set_fp32_optimizer_param_groups` at stage 3."""
+        return self._cut_state or self.inner
 
     @property
     def overflow(self) -> bool:
@@ -246,14 +251,14 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """None: parameters that stay whole need no gathering, for which programs ask."""
         return []
 
-    _set_fp32_optimizer_param_groups = answers(
-        None,
-        "Do nothing: the state of `optimizer` can always be read. Programs that read it at stage 3 call this before.",
-    )
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Let `optimizer` show its state as upstream cuts it at stage 3, until `_clear_fp32_optimizer_param_groups`. Collective."""
+        if self.sharding.options.residency.shard_params:
+            self._cut_state = EvenState(self)
 
-    _clear_fp32_optimizer_param_groups = answers(
-        None, "Do nothing: `_set_fp32_optimizer_param_groups` set nothing to clear."
-    )
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Let `optimizer` be the one that was wrapped."""
+        self._cut_state = None
 
     def needs_scaler(self) -> bool:
         """Whether a loss must go through `engine.scale` before a plain `backward()`."""
@@ -271,6 +276,47 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """`scale(loss).backward()`."""
         self.scale(loss).backward(retain_graph=retain_graph or None, create_graph=create_graph)
+
+
+class EvenState:
+    """State of the inner optimizer as upstream cuts it at stage 3: a copy, of each unit one tensor with this rank's even part of every parameter.
+
+    Parts are padded with zeros to the same number of elements on all ranks. Collective: the state of one parameter at a time is gathered.
+    """
+
+    def __init__(self, owner: DeepSpeedZeroOptimizer) -> None:
+        group, inner = owner.sharding.group, owner.inner
+        self.param_groups, self.state = inner.param_groups, {}
+        for number, unit in enumerate(unit for unit in owner.sharding.units if unit.spec.trained):
+            known = inner.state.get(unit.parts[0].tensor, {}) if unit.parts else {}
+            self.state[number] = {key: value for key, value in known.items() if not is_elements(value)}
+            every: list[Any] = group.size * [None]
+            ds_comm.all_gather_object(
+                every, [key for key, value in known.items() if is_elements(value)], group=group
+            )  # a rank may own nothing of a unit
+            for key in sorted({key for keys in every for key in keys}):
+                whole = (safe_get_full_optimizer_state(param, key) for param in unit.params)
+                parts = [_even_part(value, group) for value in whole if value is not None]
+                self.state[number][key] = torch.cat(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by number of the unit, and the groups without parameters."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"state": self.state, "param_groups": groups}
+
+
+def is_elements(value: object) -> bool:
+    """Whether a state has a number for each element; others are scalars."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _even_part(value: Tensor, group: ds_comm.Group) -> Tensor:
+    flat = value.detach().flatten()
+    each = -(-flat.numel() // group.size)
+    part = flat.new_zeros(each)
+    own = flat[group.rank * each : (group.rank + 1) * each]
+    part[: own.numel()] = own
+    return part
 
 
 class ParameterOffload:
