@@ -390,3 +390,26 @@ def test_weights_as_codes_come_back_in_their_format(dtype):
     back = quantizer.dequantize(codes, scale, dtype=dtype)
     assert back.dtype == dtype
     torch.testing.assert_close(back, values, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("section", "code", "words"),
+    [
+        ({"zero_optimization": {"stage": 3, "max_live_parameters": 1.5}}, "config-value", "zero_optimization.max_live_parameters"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2**31}}, "config-value", "fp16.initial_scale_power"),
+        ({"train_batch_size": 2**62}, "program-size", "takes at most"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_meant_are_refused_by_name(section, code, words):
+    import deepspeed
+
+    with pytest.raises(ValueError, match=words) as caught:
+        deepspeed.initialize(model=nn.Linear(3, 2), config={"train_micro_batch_size_per_gpu": 1, **section})
+    assert caught.value.code == code
+
+
+def test_a_path_that_is_no_text_is_taken():
+    import deepspeed
+
+    config = {"train_batch_size": 1, "csv_monitor": {"job_name": "\udcff"}}
+    deepspeed.initialize(model=nn.Linear(3, 2), config=config)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_pipe import ActionKind, Program, ScheduleError, add_comms, mark_reduce, one_f_one_b, run, verify
+from ds_pipe import ActionKind, Program, ScheduleError, accumulation, add_comms, mark_reduce, one_f_one_b, run, verify
 
 
 def refused(text: str) -> ScheduleError:
@@ -111,3 +111,24 @@ def test_runner_refuses_before_it_runs() -> None:
     assert caught.value.code == "program-handler"
     assert "BACKWARD, RECV_B, SEND_F" in caught.value.message
     assert seen == []
+
+
+def test_a_long_accumulation_costs_no_more_than_its_microbatches() -> None:
+    reads = []
+
+    class Counted(Program):
+        @property
+        def stages(self) -> int:
+            reads.append(1)
+            return Program.stages.fget(self)
+
+    for microbatches in (10, 200):
+        reads.clear()
+        assert verify(Counted(accumulation(microbatches).ranks)).sends == 0
+        assert len(reads) < 10
+
+
+def test_a_batch_size_with_too_many_digits_is_refused() -> None:
+    with pytest.raises(PlanError, match="takes at most 1048576") as caught:
+        accumulation(2**62)
+    assert caught.value.code == "program-size"

@@ -8,6 +8,7 @@ an error of 1 to 4, before anything is changed; what fails later, on any rank, i
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,11 +166,11 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     run = ds_monitor.Run()
     ds_monitor.attach(sinks, run)
     with run:
-        ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
+        ds_monitor.event("engine/plan", plan=str(plan), config=json.dumps(plan.config.model_dump(mode="json")))
     if plan.telling.state and mesh.rank == 0:
         ds_monitor.log_requested(
             logging.getLogger("ds_engine.steps"),
-            f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}",
+            f"[Rank 0] configuration:\n{json.dumps(plan.config.model_dump(mode='json'), indent=1)}\nplan:\n{plan}",
         )
     return Components(
         module=site.model,

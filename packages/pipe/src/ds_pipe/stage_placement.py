@@ -6,9 +6,13 @@ vee(ranks=3)                stage 0 1 2 3 4 5 on rank 0 1 2 2 1 0: down and back
 
 from __future__ import annotations
 
+from typing import Final
+
 from ds_config.errors import PlanError
 
 __all__ = ["check_size", "looped", "vee"]
+
+_MOST: Final = 2**20
 
 
 def looped(ranks: int, stages: int) -> tuple[int, ...]:
@@ -30,11 +34,17 @@ def vee(ranks: int) -> tuple[int, ...]:
 
 
 def check_size(stages: int, microbatches: int) -> None:
-    """Refuse programs of nothing.
+    """Refuse programs of nothing, and those that would take minutes and gigabytes to write down.
 
     Raises:
-        PlanError: fewer than one stage or microbatch ("program-size").
+        PlanError: fewer than one stage or microbatch, or more than 2**20 microbatches ("program-size").
     """
+    if microbatches > _MOST:
+        raise PlanError(
+            f"a program of {microbatches} microbatches; every step lists them all, and takes at most {_MOST}",
+            code="program-size",
+            fix="Lower gradient_accumulation_steps (or train_batch_size, which gives it), or take larger microbatches.",
+        )
     if stages < 1 or microbatches < 1:
         raise PlanError(
             f"a program needs at least one stage and one microbatch, got {stages} stages and {microbatches} microbatches",

@@ -69,6 +69,7 @@ class _Paper:
     costs: Costs
     caps: tuple[float, ...] | None
     owner: dict[int, int]
+    stages: int
     ranks: list[_SimulatedRank]
     done: set[Action] = field(default_factory=set)  # every finished action, without its mark
     splits: set[Action] = field(default_factory=set)  # input gradients of the program
@@ -107,6 +108,7 @@ def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] |
         costs,
         None if caps is None else tuple(caps),
         program.owners(),
+        program.stages,
         [_SimulatedRank() for _ in program.ranks],
     )
     paper.splits = {a for actions in program.ranks for a in actions if a.op is ActionKind.INPUT_GRAD}
@@ -175,7 +177,7 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
         if not forward and _other_backward(action) in paper.done:
             raise _order(paper, r, f"{action} and {_other_backward(action)} are the same backward")
         source = s - 1 if forward else s + 1
-        if 0 <= source < paper.program.stages:
+        if 0 <= source < paper.stages:
             here = paper.owner.get(source) == r
             receive = ActionKind.RECV_F if forward else ActionKind.RECV_B
             _need(paper, r, action, _result(paper, forward, source, m) if here else Action(receive, s, m))

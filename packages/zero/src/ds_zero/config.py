@@ -336,7 +336,7 @@ class FP16Config(StrictModel):
     enabled: bool = Field(default=False, description="Train in fp16.")
     auto_cast: bool = Field(default=False, description="Cast floating-point inputs of the model to fp16.")
     loss_scale: float = Field(default=0.0, ge=0, description="Constant loss scale; 0 is dynamic.")
-    initial_scale_power: Count = Field(default=16, description="The first dynamic scale is 2 to this power.")
+    initial_scale_power: Count = Field(default=16, le=1023, description="The first dynamic scale is 2 to this power.")
     loss_scale_window: int = Field(default=1000, gt=0, description="Clean steps before the scale doubles.")
     hysteresis: int = Field(default=2, gt=0, description="Overflows to tolerate before the scale halves.")
     consecutive_hysteresis: bool = Field(default=False, description="Refill the hysteresis on every clean step.")

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from deepspeed._ours.base.raising import raising, refused
@@ -33,7 +34,7 @@ from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_co
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
 from ds_comm import as_group, world_group
 from ds_config.config_file import Source
-from ds_config.errors import PlanError
+from ds_config.errors import ConfigError, PlanError
 from ds_data.token_dropping import is_converted
 from ds_engine import Plan, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
@@ -92,7 +93,7 @@ def initialize(
     tell_steps()
     end_sharding(model)
     if resolved.zero_optimization.stage == 3:
-        mark_leaf_modules(model, get_zero_config(raw).leaf_module)
+        mark_leaf_modules(model, _zero_section(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
     check_configuration(resolved, world_group())
     shapes = replace(
@@ -130,6 +131,25 @@ def initialize(
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _zero_section(raw: Mapping[str, Any]) -> Any:
+    """Return the section `zero_optimization` as upstream's model reads it.
+
+    Raises:
+        ConfigError: a value that upstream refuses, of a key without effect here, too ("config-value").
+    """
+    try:
+        return get_zero_config(raw)
+    except ValidationError as error:
+        wrong = [
+            (".".join(("zero_optimization", *map(str, one["loc"]))), one["msg"], one["input"]) for one in error.errors()
+        ]
+        raise ConfigError(
+            "; ".join(f"{key}: {message}, got {repr(value)[:200]}" for key, message, value in wrong),
+            code="config-value",
+            fix=f"Correct {', '.join(key for key, *_ in wrong)}, or leave it out.",
+        ) from error
 
 
 def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
