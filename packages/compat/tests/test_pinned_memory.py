@@ -16,6 +16,7 @@ from deepspeed.utils.pin_memory_tracker import _tracker, track_pinned_memory
 @pytest.fixture
 def native(monkeypatch):
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    monkeypatch.setattr(pin_memory, "_shared_native_pins", None)  # other tests find none
     return get_accelerator()
 
 
