@@ -392,3 +392,53 @@ def test_a_model_on_meta_is_initialized_and_loaded(
         engine.close()
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def _state(engine: Engine) -> list[Any]:
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    held = [(s.shard.name, s.data.clone()) for s in optimizer.shards()]
+    return [*((name, data.tolist()) for name, data in held), optimizer.state_dict(), engine.progress()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("fault", ["missing", "cut", "other model", "damaged"])
+def test_a_load_that_fails_leaves_the_run_as_it_was_or_lets_nothing_go_on(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, stage: int, fault: str
+) -> None:
+    asked = config(zero_optimization={"stage": stage}, gradient_accumulation_steps=1)
+    asked = {key: value for key, value in asked.items() if key != "train_batch_size"}
+    engine = start(make_model(), {**asked, "train_micro_batch_size_per_gpu": 4}, rows)
+    engine.train_batch()
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    engine.save_checkpoint(tmp_path, tag="good")
+    shutil.copytree(good, bad)
+    (file,) = bad.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink() if fault == "missing" else file.write_bytes(data[:-9] if fault == "cut" else data)
+    if fault == "other model":
+        shutil.rmtree(bad)
+        other = ds_engine.initialize(
+            model=nn.Linear(3, 5), config={"train_batch_size": 1, "optimizer": asked["optimizer"]}
+        )[0]
+        other.save_checkpoint(tmp_path, tag="bad")
+        other.close()
+    engine.train_batch()
+    before = _state(engine)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path, tag="bad", strict=True)
+    if fault == "damaged":
+        for call in (engine.train_batch, lambda: engine.save_checkpoint(tmp_path, tag="new"), engine.full_state_dict):
+            with pytest.raises(PlanError, match="after a load that failed") as caught:
+                call()
+            assert caught.value.code == "engine-torn"
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(tmp_path, tag="bad")
+        assert not (tmp_path / "new").exists()
+    else:
+        assert _state(engine) == before
+        engine.train_batch()
+    engine.load_checkpoint(tmp_path, tag="good")
+    engine.train_batch()
+    engine.close()

@@ -371,3 +371,13 @@ def test_a_step_between_forward_and_backward_is_noticed(backend: str) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_states_without_a_number_begin_to_count():
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = AdamW([param])
+    for _ in range(3):
+        param.grad = torch.ones(8)
+        optimizer.step()
+        optimizer.state[param].pop("step") if optimizer.state[param]["step"] == 2 else None
+    assert optimizer.state[param]["step"] == 1

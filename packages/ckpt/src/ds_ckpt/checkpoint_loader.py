@@ -1,8 +1,8 @@
 """Fill tensors from a checkpoint that any layout wrote.
 
-`load`, on every rank of the group: 1. read the index; 2. check names, shapes, dtypes; 3. read the leaves, then the byte ranges, that
-this rank needs; 4. check the blocks that were read in parts, each by one rank. Between steps the ranks agree: an error on one is raised on all. An
-error leaves the tensors partly filled: load again before using them.
+`load`, on every rank of the group: 1. read the index; 2. check names, shapes, dtypes; 3. read the leaves that this rank needs, and look whether
+the files are there, of their sizes; 4. read the byte ranges; 5. check the blocks that were read in parts, each by one rank. Between steps the
+ranks agree: an error on one is raised on all. An error of the last two leaves the tensors partly filled: load again before using them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def load(
     Raises:
         CheckpointError: on every rank when it is raised on one: "ckpt-not-found", "ckpt-mismatch" (missing, unexpected,
             other shape or dtype; all of them listed), "ckpt-block-damaged" (names file, bytes and tensor), "ckpt-replaced" (by
-            another save of that name, meanwhile), and those of `format.decode`. The tensors are then partly filled.
+            another save of that name, meanwhile), and those of `format.decode`. The tensors are then partly filled, if
+            `options.begins` was called.
     """
     ranks = Coordinator.of(group)
     chosen = options or LoadOptions()
@@ -103,6 +104,14 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
     stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in requested})
     with Files(at.storage, at.tag, manifest.files, direct=most <= _SHARED * stored) as files:
         partials: list[PartialRead] = []
+
+        def check() -> None:
+            for index in sorted({each.file for each in reads}):
+                files.check(index)
+
+        ranks.settle(lambda: _unless_replaced(at, top.crc32, check))
+        if options.begins is not None:
+            options.begins()
 
         def read() -> None:
             partials.extend(_unless_replaced(at, top.crc32, lambda: _read(files, manifest, local, reads)))

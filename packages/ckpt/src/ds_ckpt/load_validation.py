@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt.records import Manifest
@@ -23,11 +23,13 @@ class LoadOptions:
         prefixes: Names that this load is about; others in the checkpoint are ignored (`("param/",)`: weights only).
         strict: Tensors in the checkpoint (under the prefixes) that no rank asked for are an error.
         cast: Fill a shard of another floating-point dtype by conversion, instead of an error.
+        begins: Is called before the first tensor changes, when only damage within the data can still be found.
     """
 
     prefixes: tuple[str, ...] = ("",)
     strict: bool = True
     cast: bool = False
+    begins: Callable[[], None] | None = None
 
 
 def check_load(

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,11 +42,17 @@ __all__ = ["CheckpointedRun", "Contents", "contents_of", "keep_near", "load_run"
 
 _log = logging.getLogger("ds_engine")
 _BY_RANK = "by rank"
+_TENSORS = frozenset({"weights", "optimizer"})
 
 
 class CheckpointedRun(Protocol):
-    """What is saved of an engine."""
+    """What is saved of an engine.
 
+    Attributes:
+        torn: Of "weights" and "optimizer", which a load that failed has changed in part.
+    """
+
+    torn: set[str]
     plan: Plan
     module: nn.Module
     optimizer: ShardedOptimizer | None
@@ -164,26 +170,47 @@ def load_run(
         requests: list[_Wanted] = []
 
         def wanted(meta: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> list[LocalShard]:
-            requests[:] = [_wanted(run, "the nodes' copy", _Stored(meta, shapes, {}), parts)]
+            requests[:] = [_wanted(run, "the nodes' copy", _Stored(meta, shapes, {}), parts, [])]
             return requests[0].shards
 
         reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
         restored = near.restore_near(wanted, newer_than=reached)
         if restored is not None:
-            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0]), {}
+            taken = _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0])
+            run.torn -= parts
+            return taken, {}
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
+    if manifest.meta.get("format") not in FORMATS:
+        raise CheckpointError(
+            f"{path} was not written by an engine (format {manifest.meta.get('format')!r}, expected one of {FORMATS})",
+            code="engine-checkpoint",
+            fix="Read it with ds_ckpt.load and the names it holds.",
+        )
     client = decode_client_state(manifest.meta, path, run.mesh["world"])  # it may fail, so before the run changes
     shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     stored = _Stored(manifest.meta, shapes, manifest.aliases)
-    want = _wanted(run, path, stored, parts)
-    _compare(run, path, stored, want)
-    shards = [shard for shard in want.shards if stored.name_of(shard.shard.name) in shapes]
-    # Frozen parameters and buffers are stored in the format of the run that saved them, and DeepSpeed's in that of the module.
-    options = LoadOptions(prefixes=want.prefixes, strict=False, cast=True)
-    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
-    return _taken_up(run, path, meta, want), client
+    begun, undo = list[bool](), list[Callable[[], None]]()
+
+    def begins() -> None:
+        begun.append(True)
+        run.torn |= parts & _TENSORS
+
+    try:
+        want = _wanted(run, path, stored, parts, undo)
+        _compare(run, path, stored, want)
+        shards = [shard for shard in want.shards if stored.name_of(shard.shard.name) in shapes]
+        # Frozen parameters and buffers are stored in the format of the run that saved them, and DeepSpeed's in that of the module.
+        options = LoadOptions(prefixes=want.prefixes, strict=False, cast=True, begins=begins)
+        meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
+        taken = _taken_up(run, path, meta, want)
+    except BaseException:
+        for act in undo if not begun else ():
+            act()
+        raise
+    run.torn -= parts
+    return taken, client
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +245,10 @@ class _Wanted:
     sources: Mapping[str, str]
 
 
-def _wanted(run: CheckpointedRun, path: str, stored: _Stored, parts: frozenset[str]) -> _Wanted:
-    """Select the tensors to load into `run` from a checkpoint, and make the optimizer state that they fill."""
+def _wanted(
+    run: CheckpointedRun, path: str, stored: _Stored, parts: frozenset[str], undo: list[Callable[[], None]]
+) -> _Wanted:
+    """Select the tensors to load into `run` from a checkpoint, and make the optimizer state that they fill; `undo` gets what takes it back."""
     parts = _with_optimizer(run, path, stored.meta, parts)
     # A checkpoint that was converted from another library's has no random states.
     random_states = any(name.startswith("rng/") for name in stored.shapes)
@@ -232,7 +261,7 @@ def _wanted(run: CheckpointedRun, path: str, stored: _Stored, parts: frozenset[s
     sources, fresh = _sources(run, stored), []
     if "optimizer" in parts and run.optimizer is not None:
         shapes = _optim_shapes(stored.shapes, sources)
-        run.optimizer.materialize(shapes)
+        undo.append(run.optimizer.materialize(shapes))
         fresh = _stateless(run, stored, shapes)
         shards += _optim_shards(run)
         prefixes.append("optim/")
@@ -324,12 +353,6 @@ def _is_further_copy(module: PipelineModule, name: str, stored: _Stored) -> bool
 
 def _taken_up(run: CheckpointedRun, path: str, meta: Mapping[str, Any], want: _Wanted) -> str:
     """Go on with what was read. Returns `path`."""
-    if meta.get("format") not in FORMATS:
-        raise CheckpointError(
-            f"{path} was not written by an engine (format {meta.get('format')!r}, expected one of {FORMATS})",
-            code="engine-checkpoint",
-            fix="Read it with ds_ckpt.load and the names it holds.",
-        )
     _set_buffers(run.module, want.buffers)
     _restore(run, meta, want)
     if want.resumed:

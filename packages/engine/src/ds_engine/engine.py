@@ -73,6 +73,7 @@ class Engine(nn.Module):
         counters: How far the run is.
         last: What the last call of `step` did; None before the first.
         activations: What `ds_parallel.checkpoint` in the model's forward means.
+        torn: What a load that met damaged data has changed in part; nothing goes on with it until a load succeeds.
     """
 
     def __init__(self, plan: Plan, components: Components) -> None:
@@ -86,6 +87,7 @@ class Engine(nn.Module):
         self.counters = RunCounters()
         self.last: StepResult | None = None
         self.checkpointer = components.checkpointer
+        self.torn: set[str] = set()
         self.activations, self._applied = components.activations, components.applied
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._run = components.telemetry, components.run
@@ -123,6 +125,7 @@ class Engine(nn.Module):
         """Run the model on inputs that are moved to its device, and cast if the plan says so."""
         dtype = self.plan.casting.inputs
         self._present("forward")
+        self._intact("forward")
         self._compilation.called()
         if self.module.training:
             kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
@@ -173,6 +176,7 @@ class Engine(nn.Module):
             PlanError: no backward began since the last call ("engine-no-backward").
             TrainingError: the numbers went wrong, and the configuration says that the run ends there; see `HealthWatch.step`.
         """
+        self._intact("step")
         if not self._health.moved(self._trains("step").backwards):
             self._no_backward()
         last = not self.plan.managed or self.is_gradient_accumulation_boundary()
@@ -214,6 +218,7 @@ class Engine(nn.Module):
             StopIteration: `data_iter` ended within the step, whose gradients are dropped.
         """
         self._trains("train_batch")
+        self._intact("train_batch")
         self._between_steps("train_batch() was called")
         data = self._feed.stream(data_iter)
         try:
@@ -234,6 +239,7 @@ class Engine(nn.Module):
             data_iter: Yields microbatches, the same number on every rank.
             num_micro_batches: Number of microbatches; by default that of a training step.
         """
+        self._intact("eval_batch")
         count = num_micro_batches or len(self._backwards)
         ledger = LossAccumulator()
         with evaluating(self.module):
@@ -377,6 +383,7 @@ class Engine(nn.Module):
         See `full_state.full_state`.
         """
         self._present("full_state_dict")
+        self._intact("full_state_dict")
         if self.optimizer is not None:
             self.optimizer.synchronise()
         state = full_state(module, self.sharding, lead=lead, **options)
@@ -515,6 +522,7 @@ class Engine(nn.Module):
             UnsupportedError: on every rank, before anything is written: the client state has values that cannot be stored.
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
+        self._intact("save_checkpoint")
         name = tag or f"global_step{self.counters.steps}"
         return save(self, fspath(save_dir), name, client_state or {}, frozen=not exclude_frozen_parameters)
 
@@ -545,7 +553,8 @@ class Engine(nn.Module):
             Path and client state; (None, None) when the directory holds no complete checkpoint.
         Raises:
             CheckpointError: there is no such directory or tag, it is damaged, or it does not fit this model; a class in its client
-                state is not imported here, or has changed ("ckpt-client-class"). The run is as it was.
+                state is not imported here, or has changed ("ckpt-client-class"). The run is as it was; where damage was found within
+                the data, weights and optimizer are of two states, and are refused until a load succeeds ("engine-torn").
         """
         parts = {
             "weights": load_module,
@@ -602,6 +611,14 @@ class Engine(nn.Module):
                 f"{what}() was called while state is away from the device: {kinds}",
                 code="engine-suspended",
                 fix="Call reload_states() or resume() first.",
+            )
+
+    def _intact(self, what: str) -> None:
+        if self.torn:
+            raise PlanError(
+                f"{what}() was called after a load that failed when it had changed part of: {', '.join(sorted(self.torn))}",
+                code="engine-torn",
+                fix="Load another checkpoint; the error of that load names what is damaged.",
             )
 
     def _groups(self, what: str) -> list[dict[str, Any]]:

@@ -106,6 +106,7 @@ class PipelineEngine(Engine):
             The mean loss, a float32 scalar (outputs by microbatch without `compute_loss`, None where there are none); and the outputs,
             concatenated along dim 0 if they are tensors, on ranks of the last stage with `return_logits`.
         """
+        self._intact("eval_batch")
         count = num_micro_batches or len(self._backwards)
         outputs: dict[int, Any] = {}
         ledger, stages = LossAccumulator(), self.stages

@@ -251,6 +251,7 @@ class OpsOptimizer(Optimizer):
         grads = [p.grad for p in last.owners]
         if (
             not all(map(operator.is_, last.owners, group["params"]))
+            or number is None
             or any(g is None for g in grads)
             or any(s.get("step") != number or any(n not in s for n in last.names) for s in states)
             or self.states_of(group, last.owners[0]) != last.names

@@ -148,7 +148,7 @@ class OptimizerState:
         # By name, whether or not a unit was split: a snapshot on the nodes is filled in the order it was taken.
         return sorted(shards, key=lambda one: one.shard.name)
 
-    def materialize(self, stored: Mapping[str, Sequence[int]]) -> None:
+    def materialize(self, stored: Mapping[str, Sequence[int]]) -> Callable[[], None]:
         """Create the state that a checkpoint has, for a load to fill, and drop all other state.
 
         A parameter without stored state has none afterwards, as before its first step. A unit whose parameters differ in
@@ -156,7 +156,9 @@ class OptimizerState:
 
         Args:
             stored: Shapes of the stored tensors by name, `optim/<parameter>/<state>`; other names are passed over.
+        Returns: Gives the state of before back, as far as nothing was written into it.
         """
+        before: dict[Tensor, dict[str, Any]] = {}
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in stored.items():
             if name.startswith("optim/"):
@@ -171,7 +173,15 @@ class OptimizerState:
             for part in unit.parts:
                 # A part of padding alone goes with the first parameter, as its step count does.
                 member = part.members[0] if part.members else 0
+                before[part.tensor] = dict(self.inner.state[part.tensor])
                 self._create(part, logical[member], wanted[member])
+
+        def undo() -> None:
+            for tensor, entries in before.items():
+                self.inner.state[tensor].clear()
+                self.inner.state[tensor].update(entries)
+
+        return undo
 
     def _create(self, part: OptimizerSlice, param: Logical, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Replace the state of one part by tensors for `wanted`; those of the right size are used again."""

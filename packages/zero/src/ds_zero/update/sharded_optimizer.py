@@ -425,15 +425,16 @@ class ShardedOptimizer(Optimizer):
         """Return this rank's part of every parameter and of its optimizer state, as writable 1-D views."""
         return self.sharding.param_shards() + self.state_store.shards()
 
-    def materialize(self, stored: Mapping[str, Sequence[int]]) -> None:
+    def materialize(self, stored: Mapping[str, Sequence[int]]) -> Callable[[], None]:
         """Create the optimizer state that a checkpoint has, for a load to fill, and drop all other state.
 
         Args:
             stored: Shapes of its tensors by name (`optim/<parameter>/<state>`); other names are passed over. Scalars come
                 with `load_state_dict`.
+        Returns: Gives the state of before back, for a load that fails before it has written anything.
         """
         self.ahead.take_back_all()
-        self.state_store.materialize(stored)
+        return self.state_store.materialize(stored)
 
     def is_saved_class(self, state_dict: Mapping[str, Any]) -> bool:
         """Whether `state_dict` is of an optimizer of this class; a dict that does not say is taken for one."""
