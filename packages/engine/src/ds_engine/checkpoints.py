@@ -176,9 +176,9 @@ def load_run(
         reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
         restored = near.restore_near(wanted, newer_than=reached)
         if restored is not None:
-            taken = _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0])
+            origin = _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0])
             run.torn -= parts
-            return taken, {}
+            return origin, {}
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
@@ -204,13 +204,13 @@ def load_run(
         # Frozen parameters and buffers are stored in the format of the run that saved them, and DeepSpeed's in that of the module.
         options = LoadOptions(prefixes=want.prefixes, strict=False, cast=True, begins=begins)
         meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
-        taken = _taken_up(run, path, meta, want)
+        origin = _taken_up(run, path, meta, want)
     except BaseException:
         for act in undo if not begun else ():
             act()
         raise
     run.torn -= parts
-    return taken, client
+    return origin, client
 
 
 @dataclass(frozen=True, slots=True)
