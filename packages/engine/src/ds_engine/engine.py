@@ -132,6 +132,8 @@ class Engine(nn.Module):
         with self._telemetry.phase("forward", self.module), self._as_planned():
             args, kwargs = to_device(args, self.device, dtype), to_device(kwargs, self.device, dtype)
             if self.module.training and torch.is_grad_enabled():
+                if self.optimizer is not None:
+                    self.optimizer.follow_requires_grad()
                 self._health.forward(args, kwargs)
                 if self._unchecked and not self._compilation.active:
                     check_parts(self.module, kwargs, self.mesh["sequence"], args)
@@ -217,9 +219,10 @@ class Engine(nn.Module):
             PlanError: called between the microbatches of a step ("engine-call-order"); no data ("data-missing").
             StopIteration: `data_iter` ended within the step, whose gradients are dropped.
         """
-        self._trains("train_batch")
+        optimizer = self._trains("train_batch")
         self._intact("train_batch")
         self._between_steps("train_batch() was called")
+        optimizer.follow_requires_grad()
         data = self._feed.stream(data_iter)
         try:
             self._executor.train(self.plan.program.ranks[self.mesh["pipe"].rank], data, self._passes())

@@ -249,6 +249,7 @@ class GradientReductions:
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
         self.now, self._sends, self._deferred, self.adds = True, True, False, False
         self.raised = 0
+        self._unwarned = [True]  # on the first rank only
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
         self.hooks = AccumulatedHooks({(n, i): p for n in self.trained for i, p in enumerate(units[n].params)})
@@ -288,15 +289,19 @@ class GradientReductions:
                 handle = param.register_post_accumulate_grad_hook(self._fired_hook(number, member))
                 self.hooks.library.add(((number, member), handle.id))
                 self._handles.append(handle)
-        unwarned = [True]  # on the first rank only
         for unit in self.units if self.trained else ():
-            if unit.spec.trained or unit.groups.size == 1:
-                continue
-            if unit.groups.shard_group.rank + unit.groups.replicate_group.rank > 0:
-                unwarned.clear()
-            for info, param in zip(unit.spec.params, unit.params, strict=True):
-                if param.requires_grad:
-                    self._handles.append(param.register_post_accumulate_grad_hook(partial(_drop, info.name, unwarned)))
+            for member in range(len(unit.params)):
+                self.leave_out(unit, member)
+
+    def leave_out(self, unit: Unit, member: int) -> None:
+        """Drop the gradients of a parameter that the optimizer does not train, where each of several ranks has its own."""
+        param, groups = unit.params[member], unit.groups
+        if unit.spec.trained or groups.size == 1 or not param.requires_grad:
+            return
+        if groups.shard_group.rank + groups.replicate_group.rank > 0:
+            self._unwarned.clear()
+        hook = partial(_drop, unit.spec.params[member].name, self._unwarned)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Take the hooks back."""

@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, OptimizerTraits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
-        self._frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+        self._frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
@@ -218,6 +218,31 @@ class ShardedOptimizer(Optimizer):
         self._load(scalars)
         self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
+
+    def follow_requires_grad(self) -> None:
+        """Train what was thawed since the model was sharded, from this step on; collective where that is something.
+
+        As with a plain optimizer: parameters that are frozen meanwhile keep their state, and thawed ones that are in no group are left
+        alone. Does nothing where a backward of the step has begun: `step` says then what got a gradient.
+        """
+        if self.backwards or not any(param.requires_grad for param in self._frozen.values()):
+            return
+        thawed = [param for param in self._frozen.values() if param.requires_grad]
+        if any(id(param) in self._groups for param in thawed):
+            trained = [param for unit in self.sharding.units if unit.spec.trained for param in unit.params]
+            resting = [param for param in trained if not param.requires_grad]
+            for param in resting:
+                param.requires_grad_(True)
+            try:
+                self.replan()
+            finally:
+                for param in resting:
+                    param.requires_grad_(False)
+            return
+        for param in thawed:
+            del self._frozen[id(param)]
+            if (place := self.sharding.find(param)) is not None:
+                self.sharding.runtime.reducing.leave_out(*place)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """Suspend the sharded model together with the optimizer state, as `ShardedModel.suspend`."""

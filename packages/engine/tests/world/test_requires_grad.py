@@ -1,0 +1,80 @@
+"""Layers are frozen and thawed between steps, and some are in no group of the optimizer: the weights are those of a plain optimizer."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_engine
+from ds_testing import world
+from ds_zero import GatheredParameters
+
+STEPS, RANKS = 6, 2
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(net(x)) - x).square().mean()
+
+
+def optimizer_of(net: nn.Sequential, given: list[int]) -> torch.optim.Optimizer:
+    params = list(chain.from_iterable(net[i].parameters() for i in given))
+    return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.02}], lr=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(12))
+@world(RANKS)
+def test_drawn_changes_of_requires_grad(stage: int, seed: int) -> None:
+    draw = random.Random(seed)
+    given = sorted(draw.sample(range(4), draw.choice([2, 3, 4])))
+    accumulation = draw.choice([1, 2])
+    net, plain = layers(), layers()
+    first = [draw.random() < 0.6 for _ in range(4)]
+    first[draw.choice(given)] = True
+    changes = [first] + [[draw.random() < 0.6 for _ in range(4)] if draw.random() < 0.6 else None for _ in range(STEPS)]
+    for model in (net, plain):
+        for layer, trains in zip(model, first, strict=True):
+            layer.requires_grad_(trains)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    }
+    engine = ds_engine.initialize(model=net, optimizer=optimizer_of(net, given), config=config)[0]
+    optimizer = optimizer_of(plain, given)
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        wanted = changes[step]
+        if wanted is not None:
+            wanted[given[0]] |= not any(wanted)
+            for model in (net, plain):
+                for layer, trains in zip(model, wanted, strict=True):
+                    layer.requires_grad_(trains)
+        for micro in range(accumulation):
+            loss = engine.forward(batch(step, micro, rank))
+            engine.backward((torch.tanh(loss) - batch(step, micro, rank)).square().mean())
+            engine.step()
+            for each in range(RANKS):
+                (loss_of(plain, batch(step, micro, each)) / (RANKS * accumulation)).backward()
+        nn.utils.clip_grad_norm_(chain.from_iterable(g["params"] for g in optimizer.param_groups), 0.3)
+        optimizer.step()
+        plain.zero_grad()
+    with GatheredParameters(list(net.parameters())):
+        for (name, param), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-4, atol=1e-5, msg=name)
+    engine.close()
