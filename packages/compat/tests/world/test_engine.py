@@ -11,6 +11,7 @@ import logging
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -670,6 +671,25 @@ def test_whole_weights(tmp_path):
     assert not (tmp_path / "other.bin").exists()
     plain.destroy()
     deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_an_optimizer_that_is_passed_stands_for_the_section():
+    """What the section says is neither read nor checked, and a warning says that; 1 and null mean what they mean to upstream."""
+    import deepspeed
+
+    from ds_engine import init_args
+
+    model = Net()
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    raw = settings(1, optimizer={"type": "OneBitAdam", "params": None})
+    raw["zero_optimization"]["overlap_comm"] = 1
+    with mock.patch.object(init_args, "_log") as log:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=mine, config=raw)
+    rank = deepspeed.comm.get_rank()
+    assert [call.args[1] for call in log.warning.call_args_list] == (["OneBitAdam"] if rank == 0 else [])
+    assert engine.optimizer_name() == "SGD"
+    assert engine.plan.config.zero_optimization.overlap_comm is True
 
 
 @world(2, backend=None)

@@ -36,7 +36,7 @@ from ds_engine.device_placement import placed
 from ds_engine.engine import Engine
 from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
-from ds_engine.init_args import InitArgs, OptimizerLike, SchedulerLike
+from ds_engine.init_args import InitArgs, OptimizerLike, SchedulerLike, without_overridden
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
 from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.pipelining import PipelineEngine
@@ -103,6 +103,7 @@ def initialize(
         if distributed_port != _USUAL_PORT:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         init_distributed()
+    resolved = without_overridden(resolved, optimizer, warns=world_group().rank == 0)
     check_configuration(resolved, world_group())
     shapes = shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1)
     plan = make_plan(resolved, shapes, world_group().size)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any, Protocol
 
 import torch
 
+from ds_engine.config import Config
 from ds_zero import ShardedOptimizer
 
-__all__ = ["Follower", "InitArgs", "OptimizerLike", "SchedulerLike"]
+__all__ = ["Follower", "InitArgs", "OptimizerLike", "SchedulerLike", "without_overridden"]
+
+_log = getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
 SchedulerLike = Any
@@ -47,3 +51,15 @@ class InitArgs:
     collate_fn: Callable[[list[Any]], Any] | None = None
     sharded: type[ShardedOptimizer] = ShardedOptimizer
     routes_later: bool = False
+
+
+def without_overridden(config: Config, optimizer: OptimizerLike, *, warns: bool) -> Config:
+    """Return the configuration without its optimizer where the caller brings one, with a warning."""
+    if optimizer is None or config.optimizer is None:
+        return config
+    if warns:
+        _log.warning(
+            "the section optimizer (%s) is not used: another optimizer was passed to initialize()",
+            config.optimizer.type,
+        )
+    return config.model_copy(update={"optimizer": None})

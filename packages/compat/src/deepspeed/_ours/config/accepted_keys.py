@@ -35,8 +35,12 @@ def accepted(raw: Raw) -> dict[str, Any]:
         if isinstance(document[section], Mapping):
             document[section] = _known_of(document[section], section)
     for section in ("optimizer", "scheduler"):
-        if isinstance(document.get(section), Mapping) and document[section].get("type") is None:
+        if not isinstance(document.get(section), Mapping):
+            continue
+        if document[section].get("type") is None:
             del document[section]  # to upstream a section without a type is none
+        elif document[section].get("params", {}) is None:
+            document[section] = _without(document[section], ("params",))
     shape = _at(document, _WARMUP)
     if shape not in (None, "auto", "log", "linear"):
         _log.warning("%s = %r is unknown (log, linear): the rate rises as with log", ".".join(_WARMUP), shape)
@@ -209,6 +213,7 @@ def _keys_of(section: str) -> frozenset[str]:
 _TYPED = frozenset({
     "bf16", "bfloat16", "comet", "comms_logger", "compile", "csv_monitor", "fp16", "hybrid_engine", "tensorboard", "wandb", _Z,
 })  # fmt: skip
+_NONE = frozenset({type(None)})
 _TRUTHS = {
     **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
@@ -232,7 +237,7 @@ def _with_values(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
         there = (*path, key)
         if isinstance(value, Mapping):
             converted[key] = _with_values(value, there)
-        elif type(value) is int and value in (0, 1) and _types().get(there) == {bool}:
+        elif type(value) is int and value in (0, 1) and _types().get(there, _NONE) - _NONE == {bool}:
             converted[key] = bool(value)
         elif isinstance(value, str) and there[0] in _TYPED:
             converted[key] = _unquoted(value, _types().get(there, frozenset()))

@@ -110,6 +110,13 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         """The configuration as it was given."""
         return self._config.raw
 
+    def optimizer_name(self) -> str | None:
+        """Name the optimizer: the class of the caller's, else the configuration's type in lower case."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name: str | None = self._config.optimizer_name
+        return name
+
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
         """What `flops_profiler` of the configuration counted; None where it is not enabled. Counts are rank 0's."""

@@ -39,6 +39,7 @@ from ds_data.token_dropping import is_converted
 from ds_engine import Plan, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
 from ds_engine.config import Config
+from ds_engine.init_args import without_overridden
 from ds_engine.loader import ResumableLoader
 from ds_engine.mixed_precision import precision_of
 from ds_engine.parallel_degrees import degrees_of, with_degrees
@@ -90,6 +91,7 @@ def initialize(
     _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
+    resolved = without_overridden(resolved, optimizer, warns=world_group().rank == 0)
     tell_steps()
     end_sharding(model)
     if resolved.zero_optimization.stage == 3:
