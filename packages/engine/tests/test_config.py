@@ -158,3 +158,17 @@ def test_one_source_exactly() -> None:
         with pytest.raises(ConfigError) as caught:
             source_of(*given)
         assert caught.value.code == "config-source"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}}, "is a key of other types of optimizer, not of this one. Known here: betas"),
+        ({"bf16": {"typo": 1}}, "did you mean optimizer.type or scheduler.type or"),
+        ({"compile": {"enabled": True}}, "compile.enabled: is unknown. Nothing has a similar name."),
+    ],
+)  # fmt: skip
+def test_a_hint_names_each_place_once_and_none_where_there_are_many(section: dict[str, Any], said: str) -> None:
+    error = refused({"train_batch_size": 1, **section})
+    assert error.code == "config-unknown-key"
+    assert said in error.message

@@ -44,6 +44,7 @@ from ds_config.strict_model import PREPARED, StrictModel
 __all__ = ["USE_DEFAULT", "Auto", "examine", "load", "validate"]
 
 _EXPLAINED = 50  # unknown keys whose meaning is guessed; more of them are another kind of file
+_PLACES = 8  # a name that more sections have says nothing about where it belongs
 _LONGEST_NAME = 200
 _MOST_BITS = 128
 _Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
@@ -291,9 +292,13 @@ def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
         work.problem("config-unknown-key", (*section, name[:_LONGEST_NAME]), "is unknown.")
         return
     here = nearest(name, known_names(model))
-    elsewhere = [key.path for key in keys(work.root) if key.path[-1] == name]
-    if elsewhere and not (here and distance(name, here[0]) <= 1):
-        places = list(dict.fromkeys(dotted(place) for place in elsewhere))
+    places = list(dict.fromkeys(dotted(key.path) for key in keys(work.root) if key.path[-1] == name))
+    listed = sorted(n for n, f in model.model_fields.items() if not retired(f))
+    known = f"Known here: {', '.join(listed)}." if len(listed) <= 12 else ""
+    if dotted(path) in places:  # of another type of optimizer or schedule
+        what = f"is a key of other types of {path[0]}, not of this one."
+        work.problem("config-unknown-key", path, what, known, [])
+    elif 0 < len(places) <= _PLACES and not (here and distance(name, here[0]) <= 1):
         more = f" (and {len(places) - 3} more)" if len(places) > 3 else ""
         work.problem(
             "config-unknown-key", path, f"is unknown here; it belongs in {' or '.join(places[:3])}{more}.", "", places
@@ -303,13 +308,13 @@ def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
         work.problem("config-unknown-key", path, f"is unknown; did you mean {here[0]!r}?", "", [guess])
     else:
         names = nearest(name, {str(key.path[-1]) for key in keys(work.root)})
-        close = [dotted(key.path) for key in keys(work.root) if key.path[-1] in names]
+        close = list(dict.fromkeys(dotted(key.path) for key in keys(work.root) if key.path[-1] in names))
+        if len(close) > _PLACES:
+            close = []
         message = f"is unknown; did you mean {' or '.join(close[:3])}?" if close else "is unknown."
-        listed = sorted(n for n, f in model.model_fields.items() if not retired(f))
-        fix = (
-            "" if close else f"Known here: {', '.join(listed)}." if len(listed) <= 12 else "Nothing has a similar name."
+        work.problem(
+            "config-unknown-key", path, message, "" if close else known or "Nothing has a similar name.", close[:3]
         )
-        work.problem("config-unknown-key", path, message, fix, close[:3])
 
 
 # --- collect

@@ -135,12 +135,15 @@ def _ready(model: nn.Module, one: MoEBlock) -> Layer | HeldBlock:
 
 
 def _returns_logits(block: nn.Module, router: str) -> bool:
-    """Whether a user's own block returns router logits besides its output: it is called once. Without values it is taken for one that does."""
+    """Whether a user's own block returns router logits besides its output: it is called once, and taken for one that does where it cannot be."""
     weight = getattr(block.get_submodule(router), "weight", None)
     if weight is None or any(param.is_meta for param in block.parameters()):
         return True
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the model's own draws are not disturbed
-        return isinstance(block(weight.new_zeros(1, 2, weight.shape[1])), tuple)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the model's own draws are not disturbed
+            return isinstance(block(weight.new_zeros(1, 2, weight.shape[1])), tuple)
+    except Exception:  # the author's code, with an input of another shape than it may expect
+        return True
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
