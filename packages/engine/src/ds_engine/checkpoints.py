@@ -182,13 +182,13 @@ def load_run(
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
+    client = decode_client_state(manifest.meta, path, run.mesh["world"])  # it may fail, so before the run changes
     if manifest.meta.get("format") not in FORMATS:
         raise CheckpointError(
             f"{path} was not written by an engine (format {manifest.meta.get('format')!r}, expected one of {FORMATS})",
             code="engine-checkpoint",
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
-    client = decode_client_state(manifest.meta, path, run.mesh["world"])  # it may fail, so before the run changes
     shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     stored = _Stored(manifest.meta, shapes, manifest.aliases)
     begun, undo = list[bool](), list[Callable[[], None]]()
@@ -250,6 +250,9 @@ def _wanted(
 ) -> _Wanted:
     """Select the tensors to load into `run` from a checkpoint, and make the optimizer state that they fill; `undo` gets what takes it back."""
     parts = _with_optimizer(run, path, stored.meta, parts)
+    if "optimizer" in parts and run.optimizer is not None:
+        owners = {name.split("/", 1)[1].rpartition("/")[0] for name in stored.shapes if name.startswith("optim/")}
+        run.optimizer.keep_state_of(owners)
     # A checkpoint that was converted from another library's has no random states.
     random_states = any(name.startswith("rng/") for name in stored.shapes)
     as_many = stored.meta.get("world") == run.mesh["world"].size

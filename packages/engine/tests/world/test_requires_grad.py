@@ -1,9 +1,11 @@
-"""Layers are frozen and thawed between steps, and some are in no group of the optimizer: the weights are those of a plain optimizer."""
+"""Layers are frozen and thawed between steps, some are in no group of the optimizer, and runs resume: the weights are a plain optimizer's."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,10 +37,16 @@ def optimizer_of(net: nn.Sequential, given: list[int]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.02}], lr=0.05)
 
 
+def set_all(models: Iterable[nn.Sequential], trains: Sequence[bool]) -> None:
+    for model in models:
+        for layer, flag in zip(model, trains, strict=True):
+            layer.requires_grad_(flag)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("seed", range(12))
 @world(RANKS)
-def test_drawn_changes_of_requires_grad(stage: int, seed: int) -> None:
+def test_drawn_changes_of_requires_grad(stage: int, seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     given = sorted(draw.sample(range(4), draw.choice([2, 3, 4])))
     accumulation = draw.choice([1, 2])
@@ -46,9 +54,7 @@ def test_drawn_changes_of_requires_grad(stage: int, seed: int) -> None:
     first = [draw.random() < 0.6 for _ in range(4)]
     first[draw.choice(given)] = True
     changes = [first] + [[draw.random() < 0.6 for _ in range(4)] if draw.random() < 0.6 else None for _ in range(STEPS)]
-    for model in (net, plain):
-        for layer, trains in zip(model, first, strict=True):
-            layer.requires_grad_(trains)
+    set_all((net, plain), first)
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
@@ -59,12 +65,19 @@ def test_drawn_changes_of_requires_grad(stage: int, seed: int) -> None:
     optimizer = optimizer_of(plain, given)
     rank = dist.get_rank()
     for step in range(STEPS):
+        if step == 3 and seed % 2:  # goes on in another run, whose program begins with what is frozen first
+            engine.save_checkpoint(tmp_path)
+            engine.close()
+            flags = [layer.weight.requires_grad for layer in net]
+            net = layers()
+            set_all((net,), first)
+            engine = ds_engine.initialize(model=net, optimizer=optimizer_of(net, given), config=config)[0]
+            engine.load_checkpoint(tmp_path)
+            set_all((net,), flags)
         wanted = changes[step]
         if wanted is not None:
             wanted[given[0]] |= not any(wanted)
-            for model in (net, plain):
-                for layer, trains in zip(model, wanted, strict=True):
-                    layer.requires_grad_(trains)
+            set_all((net, plain), wanted)
         for micro in range(accumulation):
             loss = engine.forward(batch(step, micro, rank))
             engine.backward((torch.tanh(loss) - batch(step, micro, rank)).square().mean())

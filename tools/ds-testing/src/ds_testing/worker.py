@@ -157,6 +157,8 @@ class _Rank:
             torch.cuda.set_device(int(job.variables["LOCAL_RANK"]))
         if job.backend is None:
             return
+        if "shm" in job.backend:
+            import ds_comm  # noqa: F401  registers it; the packages import it when they first need it
         if job.store_port not in self._stores:
             self._stores[job.store_port] = self._dist.TCPStore("127.0.0.1", job.store_port, is_master=False)
         self._dist.init_process_group(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -229,20 +229,38 @@ class ShardedOptimizer(Optimizer):
             return
         thawed = [param for param in self._frozen.values() if param.requires_grad]
         if any(id(param) in self._groups for param in thawed):
-            trained = [param for unit in self.sharding.units if unit.spec.trained for param in unit.params]
-            resting = [param for param in trained if not param.requires_grad]
-            for param in resting:
-                param.requires_grad_(True)
-            try:
-                self.replan()
-            finally:
-                for param in resting:
-                    param.requires_grad_(False)
+            self._replan_with(())
             return
         for param in thawed:
             del self._frozen[id(param)]
             if (place := self.sharding.find(param)) is not None:
                 self.sharding.runtime.reducing.leave_out(*place)
+
+    def keep_state_of(self, names: Collection[str]) -> None:
+        """Have frozen parameters of the groups state all the same, as a plain optimizer that loads it; collective where there are such.
+
+        Args:
+            names: Logical names; others in it are no matter.
+        """
+        more: list[Tensor] = []
+        for param in self._frozen.values():
+            place = self.sharding.find(param) if id(param) in self._groups else None
+            if place is not None and self.sharding.logical[place[0].spec.params[place[1]].name].name in names:
+                more.append(param)
+        if more:
+            self._replan_with(more)
+
+    def _replan_with(self, more: Iterable[Tensor]) -> None:
+        """Plan anew, with `more` parameters, and those that are frozen for a while, among the trained ones."""
+        trained = (param for unit in self.sharding.units if unit.spec.trained for param in unit.params)
+        resting = [param for param in (*trained, *more) if not param.requires_grad]
+        for param in resting:
+            param.requires_grad_(True)
+        try:
+            self.replan()
+        finally:
+            for param in resting:
+                param.requires_grad_(False)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """Suspend the sharded model together with the optimizer state, as `ShardedModel.suspend`."""
