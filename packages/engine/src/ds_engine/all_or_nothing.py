@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ds_ckpt.coordinator import Coordinator
-from ds_comm import Group
+from ds_comm import Group, Mesh
 from ds_config.errors import CommError, PlanError
 
-__all__ = ["all_or_nothing"]
+__all__ = ["all_or_nothing", "anywhere"]
 
 _T = TypeVar("_T")
 
@@ -41,6 +42,14 @@ def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
             fix="Mend what that rank says; its own error has the traceback.",
         )
     return result
+
+
+def anywhere(mesh: Mesh) -> Callable[[bool], bool]:
+    """Return what tells whether something is so on some rank: collective over stages of a pipeline, whose parameters differ.
+
+    Elsewhere all ranks have the same parameters, and each knows.
+    """
+    return bool if mesh["pipe"].size == 1 else lambda here: Coordinator(mesh["world"]).spread(here, operator.or_)
 
 
 def _first(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:

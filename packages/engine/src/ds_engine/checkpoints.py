@@ -31,6 +31,7 @@ from ds_comm import LocalShard, Mesh, all_gather_json
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
+from ds_engine.all_or_nothing import anywhere
 from ds_engine.client_states import FORMATS, decode_client_state
 from ds_engine.extra_states import encode_extra_states, set_extra_states
 from ds_engine.load_differences import compare, refuse_or_name
@@ -252,7 +253,7 @@ def _wanted(
     parts = _with_optimizer(run, path, stored.meta, parts)
     if "optimizer" in parts and run.optimizer is not None:
         owners = {name.split("/", 1)[1].rpartition("/")[0] for name in stored.shapes if name.startswith("optim/")}
-        run.optimizer.keep_state_of(owners)
+        run.optimizer.keep_state_of(owners, anywhere(run.mesh))
     # A checkpoint that was converted from another library's has no random states.
     random_states = any(name.startswith("rng/") for name in stored.shapes)
     as_many = stored.meta.get("world") == run.mesh["world"].size

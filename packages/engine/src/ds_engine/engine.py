@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import ds_monitor
 from ds_config.errors import PlanError, UnsupportedError
+from ds_engine.all_or_nothing import anywhere
 from ds_engine.batch import BatchRequest
 from ds_engine.batches import BatchSource
 from ds_engine.checkpoints import keep_near
@@ -101,6 +102,7 @@ class Engine(nn.Module):
             self.optimizer.judge = self._health.nonfinite
             self.optimizer.before_update = self.checkpointer.before_update
             self.optimizer.gain = gain_of(plan, self._averaging.size, scaled=False)
+        self._thaws = anywhere(self.mesh)(self.optimizer is not None and self.optimizer.may_thaw)
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -222,7 +224,7 @@ class Engine(nn.Module):
         optimizer = self._trains("train_batch")
         self._intact("train_batch")
         self._between_steps("train_batch() was called")
-        optimizer.follow_requires_grad()
+        optimizer.follow_requires_grad(anywhere(self.mesh) if self._thaws else bool)
         data = self._feed.stream(data_iter)
         try:
             self._executor.train(self.plan.program.ranks[self.mesh["pipe"].rank], data, self._passes())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_engine
+from ds_pipe import PipelineModule
 from ds_testing import world
 from ds_zero import GatheredParameters
 
@@ -91,3 +92,57 @@ def test_drawn_changes_of_requires_grad(stage: int, seed: int, tmp_path: Path) -
         for (name, param), other in zip(net.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-4, atol=1e-5, msg=name)
     engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1])
+@world(4)
+def test_a_stage_thaws_what_others_do_not_have(stage: int, size: int, tmp_path: Path) -> None:
+    """Only ranks with the layer know that it was thawed; planning anew is collective over all of them."""
+
+    def train(steps: range, load: bool) -> list[torch.Tensor]:
+        net = PipelineModule(
+            list(layers()), num_stages=size, loss_fn=lambda out, x: (torch.tanh(out) - x).square().mean()
+        )
+        held = [layer for layer in net.children() if isinstance(layer, nn.Linear)]
+        first = dist.get_rank() < 4 // size
+        if first:
+            held[0].requires_grad_(False)
+        params = list(net.parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.3,
+            "zero_optimization": {"stage": stage},
+        }
+        engine = ds_engine.initialize(model=net, optimizer=torch.optim.AdamW(params, lr=0.05), config=config)[0]
+        if load:
+            engine.load_checkpoint(tmp_path)
+        data = engine.mesh["data"].rank
+        for step in steps:
+            if first and step >= 2:
+                held[0].requires_grad_(True)
+            engine.train_batch((x, x) for x in (batch(step, micro, data) for micro in range(2)))
+            if step == 3:
+                engine.save_checkpoint(tmp_path)
+        values = [param.detach().clone() for param in net.parameters()]
+        engine.close()
+        return values
+
+    plain = layers()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for step in range(STEPS):
+        plain[0].requires_grad_(step >= 2)
+        parts = 4 // size
+        for micro in range(2):
+            for data in range(parts):
+                (loss_of(plain, batch(step, micro, data)) / (2 * parts)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [param for layer in plain for param in layer.parameters()]
+    each = len(expected) // size
+    here = dist.get_rank() // (4 // size)
+    for values in (train(range(STEPS), False), train(range(4, STEPS), True)):
+        for value, other in zip(values, expected[here * each : (here + 1) * each], strict=True):
+            torch.testing.assert_close(value, other.detach(), rtol=1e-4, atol=1e-5)

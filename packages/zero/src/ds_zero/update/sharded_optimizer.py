@@ -219,16 +219,24 @@ class ShardedOptimizer(Optimizer):
         self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
-    def follow_requires_grad(self) -> None:
+    @property
+    def may_thaw(self) -> bool:
+        """Whether a parameter of the groups was frozen when the model was sharded."""
+        return not self._frozen.keys().isdisjoint(self._groups)
+
+    def follow_requires_grad(self, anywhere: Callable[[bool], bool] = bool) -> None:
         """Train what was thawed since the model was sharded, from this step on; collective where that is something.
 
         As with a plain optimizer: parameters that are frozen meanwhile keep their state, and thawed ones that are in no group are left
         alone. Does nothing where a backward of the step has begun: `step` says then what got a gradient.
+
+        Args:
+            anywhere: Tells whether something is so on some rank of the model, for ranks that have other parameters.
         """
-        if self.backwards or not any(param.requires_grad for param in self._frozen.values()):
+        if self.backwards:
             return
         thawed = [param for param in self._frozen.values() if param.requires_grad]
-        if any(id(param) in self._groups for param in thawed):
+        if anywhere(any(id(param) in self._groups for param in thawed)):
             self._replan_with(())
             return
         for param in thawed:
@@ -236,18 +244,19 @@ class ShardedOptimizer(Optimizer):
             if (place := self.sharding.find(param)) is not None:
                 self.sharding.runtime.reducing.leave_out(*place)
 
-    def keep_state_of(self, names: Collection[str]) -> None:
+    def keep_state_of(self, names: Collection[str], anywhere: Callable[[bool], bool] = bool) -> None:
         """Have frozen parameters of the groups state all the same, as a plain optimizer that loads it; collective where there are such.
 
         Args:
             names: Logical names; others in it are no matter.
+            anywhere: As of `follow_requires_grad`.
         """
         more: list[Tensor] = []
         for param in self._frozen.values():
             place = self.sharding.find(param) if id(param) in self._groups else None
             if place is not None and self.sharding.logical[place[0].spec.params[place[1]].name].name in names:
                 more.append(param)
-        if more:
+        if anywhere(bool(more)):
             self._replan_with(more)
 
     def _replan_with(self, more: Iterable[Tensor]) -> None:
