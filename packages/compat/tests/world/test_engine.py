@@ -693,6 +693,26 @@ def test_an_optimizer_that_is_passed_stands_for_the_section():
 
 
 @world(2, backend=None)
+def test_what_is_thawed_has_its_attributes_anew():
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param
+
+    model = Net()
+    model.first.requires_grad_(False)
+    raw = settings(3)
+    raw["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine, *_ = deepspeed.initialize(model=model, config=raw, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+    for step in range(3):
+        model.first.requires_grad_(step > 0)
+        engine.backward(engine(torch.ones(2, model.first.weight.ds_shape[1]) + step).square().mean())
+        engine.step()
+    for param in model.parameters():
+        assert torch.equal(param.ds_tensor, safe_get_local_fp32_param(param))
+        assert safe_get_full_fp32_param(param).shape == param.ds_shape
+        assert safe_get_full_optimizer_state(param, "exp_avg").abs().sum() > 0
+
+
+@world(2, backend=None)
 def test_what_an_engine_tells():
     import deepspeed
     from deepspeed._surface import MISSING_ATTRIBUTES

@@ -18,6 +18,7 @@ from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.runtime_utils import total_norm
 from deepspeed._ours.config.section_models import OffloadStateTypeEnum
 from deepspeed._ours.zero.module_marks import external_of
+from deepspeed._ours.zero.params import mark
 from deepspeed._ours.zero.scalers import EngineLossScaler
 from ds_accel import get_accelerator
 from ds_zero import (
@@ -100,6 +101,11 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         trained = [unit.dtypes.param for unit in self.sharding.units if unit.spec.trained]
         if not options.residency.shard_optim and self._scale is None and set(trained) <= {torch.float32}:
             self._is_inner = True
+
+    def replan(self) -> None:
+        """Plan the units anew, see `ShardedOptimizer.replan`; attributes of parameters follow."""
+        super().replan()
+        mark(self.sharding)
 
     @property
     def __class__(self) -> type:
