@@ -126,7 +126,7 @@ def _unless_replaced(at: CheckpointRef, crc: str, read: Callable[[], _T]) -> _T:
     try:
         return read()
     except CheckpointError as error:
-        if _index_crc(at) == crc:
+        if not _is_replaced(at, crc):
             raise
         raise CheckpointError(
             f"{at.storage.where(at.tag)} was replaced or removed while it was read",
@@ -135,11 +135,11 @@ def _unless_replaced(at: CheckpointRef, crc: str, read: Callable[[], _T]) -> _T:
         ) from error
 
 
-def _index_crc(at: CheckpointRef) -> str | None:
+def _is_replaced(at: CheckpointRef, crc: str) -> bool:
     try:
-        return read_top(at).crc32
-    except CheckpointError:
-        return None
+        return read_top(at).crc32 != crc
+    except CheckpointError as error:
+        return error.code not in ("ckpt-store", "ckpt-io")  # a store that does not answer says nothing of it
 
 
 def _asked(ranks: Coordinator, order: Sequence[str], local_names: set[str]) -> set[str]:
