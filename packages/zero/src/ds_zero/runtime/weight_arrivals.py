@@ -63,9 +63,8 @@ class WeightArrivals(AccessHandler):
         if threading.get_ident() == self._thread:
             self._finish_unread()
         else:  # perhaps a transport's own thread, which must not wait for itself
-            _thread.start_new_thread(
-                self._finish_unread, ()
-            )  # a `Thread` would wait until it has begun, inside whatever line this is
+            # A `Thread` would wait until it has begun, inside whatever line this is.
+            _thread.start_new_thread(self._finish_unread, ())
 
     def _finish_unread(self) -> None:
         with contextlib.suppress(CommError):  # a rank that left waits for nothing, and nobody reads these weights here
