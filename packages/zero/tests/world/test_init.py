@@ -15,6 +15,7 @@ import ds_zero
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError
 from ds_testing import world
 from ds_zero.runtime.init_shards import chunk_of
+from ds_zero.runtime.sharded_parameter import ShardedParameter
 
 SMALL = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=8)
 
@@ -311,3 +312,17 @@ def test_no_process_holds_the_whole_model(memory):
     with ds_zero.GatheredParameters(net.layers[3].parameters()):
         assert torch.equal(net.layers[3][0].weight, torch.eye(64))
     sharding.close()
+
+
+@world(1)
+def test_one_rank_cuts_as_many_do_and_keeps_what_it_writes():
+    with ds_zero.Init():
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    weight = net[0].weight
+    assert type(weight) is ShardedParameter
+    with ds_zero.GatheredParameters([weight]):
+        weight.data.fill_(7.0)
+        with torch.no_grad():
+            net[0].weight.mul_(2.0)
+    assert type(weight) is ShardedParameter
+    assert torch.equal(weight, torch.full((3, 4), 14.0))

@@ -129,12 +129,15 @@ def _scattered(params: list[Parameter], modifier_rank: int | None, write: bool) 
     try:
         yield
     finally:
+        alike = {id(p): write or _scatter(p).group.size == 1 for p in params}
         lost = [
-            p for p, v in zip(params, before, strict=True) if p._version != v and modifier_rank is None and not write
+            p
+            for p, v in zip(params, before, strict=True)
+            if p._version != v and modifier_rank is None and not alike[id(p)]
         ]
         names = [_scatter(p).name_of(p) for p in lost]
         for param in params:
-            _scatter(param).unpin(param, modifier_rank, alike=write)
+            _scatter(param).unpin(param, modifier_rank, alike=alike[id(param)])
     if lost:
         raise _not_written(names)
 

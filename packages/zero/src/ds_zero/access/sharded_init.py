@@ -118,7 +118,7 @@ class Init:
                 self._take(param, f"{name}.{path}")
 
     def _take(self, param: Parameter, name: str) -> None:
-        if self._scatter.group.size > 1 and not self.meta:
+        if not self.meta:
             self._scatter.take(param, name)
         self.on_sharded(param)
 
