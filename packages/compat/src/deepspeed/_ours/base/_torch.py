@@ -11,7 +11,17 @@ from torch._subclasses.fake_tensor import is_fake
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["compilers", "flatten", "is_fake", "transformed", "tree_leaves", "tree_map", "unflatten", "used_in_backward"]
+__all__ = [
+    "accumulates",
+    "compilers",
+    "flatten",
+    "is_fake",
+    "transformed",
+    "tree_leaves",
+    "tree_map",
+    "unflatten",
+    "used_in_backward",
+]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -31,6 +41,16 @@ def used_in_backward(parameters: Iterable[Tensor]) -> int | None:
     with torch.enable_grad():
         nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in parameters if p.requires_grad}
     return sum(map(torch._C._will_engine_execute_node, nodes))
+
+
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Whether the running backward adds to `grad` of some parameter; `torch.autograd.grad` does not. A few us a parameter before the first that it adds to."""
+    node = torch.autograd.graph._get_grad_fn_or_grad_acc
+    try:
+        with torch.enable_grad():
+            return any(torch._C._will_engine_execute_node(node(p)) for p in parameters if p.requires_grad)
+    except RuntimeError:  # one is asked for alone
+        return False
 
 
 def compilers() -> list[str]:

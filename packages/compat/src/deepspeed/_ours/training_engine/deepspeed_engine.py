@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
-from deepspeed._ours.base._torch import transformed, tree_leaves
+from deepspeed._ours.base._torch import accumulates, transformed, tree_leaves
 from deepspeed._ours.base.forwarding import answers, reads
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication import expert_getters, group_getters
@@ -213,8 +213,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
         Outputs may depend on one another, so a division where each of them is entered is right for a mixed step only if they do not.
         """
-        if DeepSpeedEngine._running_backwards:
-            return None  # another engine's loss, through this one's output, is scaled by that
+        if DeepSpeedEngine._running_backwards or not accumulates(self.module.parameters()):
+            return None  # another engine's loss, through this one's output, is scaled by that; torch.autograd.grad keeps its values
         if self.plan.config.zero_optimization.stage == 0 and not self._scaled:
             raise refused("plain-backward")
         if self._ledger.losses:
