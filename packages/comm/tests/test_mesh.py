@@ -76,6 +76,13 @@ def test_degrees_that_no_data_axis_can_mend() -> None:
     assert "multiple of 3" in caught.value.fix
 
 
+def test_experts_may_be_cut_over_tensor_ranks_too() -> None:
+    spec = MeshSpec(data_shard=2, tensor=4, expert=4)
+    assert (spec.experts_cross_tensor, spec.expert_data) == (True, 2)
+    assert spec.groups("expert") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert spec.groups("expert_data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
 def test_experts_must_divide_the_ranks_that_share_them() -> None:
     with pytest.raises(PlanError, match=r"mesh\.expert 3 does not divide") as caught:
         MeshSpec(data_shard=4, expert=3)

@@ -9,7 +9,8 @@ Axes, outermost first:
     tensor          parts of one layer; neighbours, because they talk most
 
 Experts see the same ranks in another way: the data_replicate x data_shard x sequence ranks of a stage are
-expert_data x expert, so that one copy of all experts is on neighbours. Besides its axes a mesh names combinations
+expert_data x expert, so that one copy of all experts is on neighbours; where `expert` does not divide those, the tensor ranks of the
+stage, which take a part of the tokens each, are among them (`experts_cross_tensor`). Besides its axes a mesh names combinations
 (`GROUPS`): `data` is what the batch is split over, `gradient` what a dense parameter's gradient is summed over.
 """
 
@@ -54,7 +55,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Degrees of the axes. Their product is the world size; `expert` divides data_replicate x data_shard x sequence."""
+    """Degrees of the axes. Their product is the world size; `expert` divides data_replicate x data_shard x sequence, or that x tensor."""
 
     pipe: int = 1
     data_replicate: int = 1
@@ -71,13 +72,13 @@ class MeshSpec:
                 code="mesh-size",
                 fix="Leave an axis out to have degree 1.",
             )
-        if self._batch_ranks % self.expert:
+        if self._expert_ranks % self.expert:
             raise PlanError(
                 f"mesh.expert {self.expert} does not divide the ranks that share a pipeline stage's experts:\n"
                 f"  data_replicate {self.data_replicate} x data_shard {self.data_shard} x sequence {self.sequence}"
-                f" = {self._batch_ranks}",
+                f" x tensor {self.tensor} = {self._expert_ranks}",
                 code="mesh-expert",
-                fix=f"Set mesh.expert to a divisor of {self._batch_ranks}.",
+                fix=f"Set mesh.expert to a divisor of {self._expert_ranks}.",
             )
 
     @classmethod
@@ -118,8 +119,13 @@ class MeshSpec:
 
     @property
     def expert_data(self) -> int:
-        """Copies of each expert within a pipeline stage and tensor slice."""
-        return self._batch_ranks // self.expert
+        """Copies of each expert within a pipeline stage, and within a tensor slice unless `experts_cross_tensor`."""
+        return self._expert_ranks // self.expert
+
+    @property
+    def experts_cross_tensor(self) -> bool:
+        """Whether ranks of one tensor group have different experts."""
+        return self._batch_ranks % self.expert > 0
 
     @property
     def data(self) -> int:
@@ -133,8 +139,9 @@ class MeshSpec:
 
     @property
     def expert_grid(self) -> RankGrid:
-        """The same ranks as experts see them: pipe, expert_data, expert, tensor."""
-        return RankGrid(_EXPERT_AXES, tuple(getattr(self, axis) for axis in _EXPERT_AXES))
+        """The same ranks as experts see them: pipe, expert_data, expert, tensor (of degree 1 if `experts_cross_tensor`)."""
+        tensor = 1 if self.experts_cross_tensor else self.tensor
+        return RankGrid(_EXPERT_AXES, (self.pipe, self.expert_data, self.expert, tensor))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Index of `rank` along every axis, the expert axes included."""
@@ -169,6 +176,10 @@ class MeshSpec:
     @property
     def _batch_ranks(self) -> int:
         return self.data_replicate * self.data_shard * self.sequence
+
+    @property
+    def _expert_ranks(self) -> int:
+        return self._batch_ranks * (self.tensor if self.experts_cross_tensor else 1)
 
 
 class Mesh(Mapping[str, Group]):

@@ -86,7 +86,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
     params = [replace(p, states=state_count, rule=precision.rule_of(p.name)) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
-    experts = {p.family: max(1, ranks // mesh.expert) for p in params if p.family.startswith("expert")}
+    experts = {p.family: mesh.expert_data for p in params if p.family.startswith("expert")}
     zero = plan_sharding(params, ranks, options, modules=shapes.modules, families=experts)
     return Plan(
         config=config,

@@ -373,6 +373,40 @@ def test_ranks_with_parts_of_experts_that_route_differently_are_an_error():
     cut.undo()
 
 
+@world(2, timeout=100)
+def test_tensor_ranks_hold_other_experts(tmp_path):
+    """2 experts' ranks in a tensor group of 2: one process's losses and norms; what is saved goes on without either."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("mixtral", num_experts_per_tok=2, **COMMON | FAMILIES["mixtral"])
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    own, tokens = model(), torch.randint(0, 48, (3, 2, 9), generator=torch.Generator().manual_seed(3))
+    optimizer, sgd = torch.optim.SGD(own.parameters(), lr=0.1), {"type": "SGD", "params": {"lr": 0.1}}
+    cut = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    section = CONFIG | {"optimizer": sgd}
+    engine, *_ = ds_engine.initialize(model=model(), config=section | cut | {"zero_optimization": {"stage": 2}})
+    for step in tokens:
+        wanted, loss = own(input_ids=step, labels=step).loss, engine(input_ids=step, labels=step).loss
+        assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
+        wanted.backward()
+        engine.backward(loss)
+        norm = nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.optimizer.last.norm == pytest.approx(float(norm), rel=1e-4)
+    engine.save_checkpoint(tmp_path, tag="t")
+    engine.close()
+    whole, *_ = ds_engine.initialize(model=model(), config=section | {"zero_optimization": {"stage": 1}})
+    whole.load_checkpoint(tmp_path, tag="t")
+    whole.close()
+    for (name, param), value in zip(whole.module.named_parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(param, value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @world(2)
 def test_what_cannot_be_is_said_before_anything_is_built():
     with pytest.raises((PlanError, ConfigError), match="no block of experts"):

@@ -95,7 +95,14 @@ def apply_expert_parallel(
     places = (
         alone()
         if section.autoep_size == 1 and mesh is None
-        else make_places(section.autoep_size, mesh, data_first=data_first)
+        else make_places(
+            section.autoep_size,
+            mesh,
+            data_first=data_first,
+            across_tensor=mesh is not None
+            and (mesh["gradient"].size % section.autoep_size) > 0
+            and mesh["tensor"].size > 1,
+        )
     )
     for one in moe_blocks:
         places.local(one.experts)

@@ -1,7 +1,8 @@
 """Where experts are: which ranks share one copy of all of them, and which hold the same ones.
 
 Words: the *batch ranks* of a stage and tensor slice are those that the batch is split over (data and sequence). They are cut into
-*expert groups* of `ep_size` ranks, each with one copy of all experts, rank r of a group holding experts r * E / ep_size and on.
+*expert groups* of `ep_size` ranks, each with one copy of all experts, rank r of a group holding experts r * E / ep_size and on. With
+`across_tensor` the ranks of a whole stage are cut so: its tensor-parallel peers have a part of the tokens each, and other experts.
 A *data group* are the ranks with the same experts. *Holders* are the ranks over which a gradient of experts is summed: the
 data group, and its tensor-parallel peers if those have a part of the tokens each.
 """
@@ -37,17 +38,23 @@ class ExpertRanks:
     tensor: tuple[tuple[int, ...], ...]
 
 
-def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> ExpertRanks:
+def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False, across_tensor: bool = False) -> ExpertRanks:
     """Cut the ranks of a mesh into expert groups. Pure arithmetic.
 
     Args:
         data_first: Ranks with the same experts are neighbours, not those with different ones.
+        across_tensor: Cut all ranks of a stage.
 
     Raises:
         PlanError: ep_size does not divide the batch ranks ("moe-places").
     """
     expert, data = [], []
-    for batch in spec.groups("gradient"):
+    tensor = spec.groups("tensor")
+    peers = {rank: group for group in tensor for rank in group}
+    batches = spec.groups("gradient")
+    if across_tensor:
+        batches = sorted({tuple(sorted(r for rank in batch for r in peers[rank])) for batch in batches})
+    for batch in batches:
         if ep_size < 1 or len(batch) % ep_size:
             raise PlanError(
                 f"expert groups of {ep_size} ranks, and the batch is split over {len(batch)} ranks",
@@ -63,9 +70,9 @@ def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> Ex
         groups, twins = far if data_first else near
         expert += groups
         data += twins
-    tensor = spec.groups("tensor")
-    peers = {rank: group for group in tensor for rank in group}
-    holders = {tuple(sorted(r for rank in group for r in peers[rank])) for group in data}
+    holders = {
+        tuple(sorted({r for rank in group for r in ((rank,) if across_tensor else peers[rank])})) for group in data
+    }
     return ExpertRanks(tuple(expert), tuple(data), tuple(sorted(holders)), tuple(tensor))
 
 
@@ -90,7 +97,10 @@ class ExpertGroups:
     @property
     def family(self) -> ReductionGroup:
         """What ds-zero needs to know of the experts."""
-        return ReductionGroup(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
+        ranks = self.expert.size * self.data.size
+        if self.holders.size == self.data.size:  # tensor-parallel peers are among them, with a part of the tokens each
+            ranks //= self.tensor.size
+        return ReductionGroup(f"expert{self.expert.size}", self.holders, ranks)
 
     def local(self, experts: int) -> range:
         """Return the range of experts of this rank.
@@ -118,18 +128,21 @@ def alone() -> ExpertGroups:
     return ExpertGroups(one, one, one, one)
 
 
-def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = False) -> ExpertGroups:
+def make_places(
+    ep_size: int, mesh: Mesh | None = None, *, data_first: bool = False, across_tensor: bool = False
+) -> ExpertGroups:
     """Make this rank's groups. Collective over the world; groups that the mesh has are used.
 
     Args:
         mesh: None: all ranks split the batch.
+        across_tensor: As `place_ranks` has it.
 
     Raises:
         PlanError: ep_size does not divide the ranks that the batch is split over ("moe-places").
     """
     world = ensure_world()
     spec = MeshSpec(data_shard=world.size) if mesh is None else mesh.spec
-    ranks = place_ranks(spec, ep_size, data_first=data_first)
+    ranks = place_ranks(spec, ep_size, data_first=data_first, across_tensor=across_tensor)
     known = {} if mesh is None else {group.ranks: group for group in mesh.values()}
     shared = set() if mesh is None else {group for name in mesh for group in spec.groups(name)}
     created: dict[tuple[int, ...], Group | None] = {}

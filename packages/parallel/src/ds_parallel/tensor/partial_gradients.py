@@ -142,16 +142,18 @@ class ReplicaGradientCheck:
     def watch(self, model: nn.Module, parts: Iterable[nn.Parameter]) -> None:
         """Watch the parameters of `model` that are not among `parts`, for one backward.
 
-        Parameters whose gradient is summed over tensor ranks later (experts over all of them) differ until then and are not watched.
+        Not those of which tensor ranks hold others (experts, `copies` of 1), nor those whose gradient is summed over tensor ranks later.
         """
         skipped = set(map(id, parts))
         for name, param in model.named_parameters():
-            if id(param) not in skipped and param.requires_grad and not self._summed_later(param):
+            if id(param) not in skipped and param.requires_grad and not self._may_differ(param):
                 self._handles[name] = param.register_hook(partial(self._note, name))
 
-    def _summed_later(self, param: nn.Parameter) -> bool:
+    def _may_differ(self, param: nn.Parameter) -> bool:
         reduction_group = ds_comm.param_sharding(param).family
-        return reduction_group is not None and len(set(reduction_group.group.ranks) & set(self.group.ranks)) > 1
+        if reduction_group is None:
+            return False
+        return reduction_group.copies == 1 or len(set(reduction_group.group.ranks) & set(self.group.ranks)) > 1
 
     def remove(self) -> None:
         """Stop watching."""
