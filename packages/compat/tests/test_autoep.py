@@ -15,6 +15,12 @@ from deepspeed.module_inject.auto_ep_config import (
     validate_autoep_config,
     validate_autoep_post_detection,
 )
+from deepspeed.module_inject.auto_ep_folding import (
+    assert_group_matches_spec,
+    build_folding_spec,
+    expected_folding_group_tables,
+    local_folding_ranks,
+)
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, combine_from_routed, compute_split_plan
 from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -109,7 +115,7 @@ def test_the_section_is_read_and_checked():
     assert (config.autoep_size, config._load_balance_coeff_explicit, config.route_scale) == (2, True, 1.0)
     validate_autoep_config(config, world_size=8, pp_size=2, tp_size=1, sp_size=1)
     for changes, told in (
-        ({"autoep_size": 3}, "must divide the stage size"),
+        ({"autoep_size": 3}, r"must divide the stage size=8\. Valid expert-width values"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=1"),
         ({"validate_folding_routing": "true"}, "validate_folding_routing"),
         ({"preset_model": "none_such"}, "none_such"),
@@ -130,6 +136,21 @@ def test_the_section_is_read_and_checked():
     assert [preset_name_for_hf_model_type(kind) for kind in ("qwen2_moe", "qwen3_5_moe_text", "llama")] == [
         "qwen3_moe", "qwen3_5_moe", None
     ]  # fmt: skip
+
+
+def test_experts_beside_tensor_parallelism_in_rank_numbers():
+    spec = build_folding_spec(world_size=8, pp_size=1, tp_size=4, ep_size=4)
+    assert (spec.dp_size, spec.edp_size) == (2, 2)
+    validate_autoep_config(AutoEPConfig(enabled=True, autoep_size=4), 8, 1, 4, 1)
+    tables = expected_folding_group_tables(spec)
+    assert tables.tp_groups == tables.ep_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert tables.dense_dp_groups == tables.edp_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert local_folding_ranks(5, spec) == {"tp": (4, 5, 6, 7), "dense_dp": (1, 5), "ep": (4, 5, 6, 7), "edp": (1, 5)}
+    assert_group_matches_spec({"ep": [[0, 1, 2, 3]], "edp": [[1, 5]]}, spec)
+    with pytest.raises(RuntimeError, match="does not match folding spec"):
+        assert_group_matches_spec((((0, 2, 4, 6),), ((0, 1),)), spec)
+    with pytest.raises(ValueError, match=r"autotp_size=3 must divide the stage size=8\. Valid autotp_size values"):
+        build_folding_spec(world_size=8, pp_size=1, tp_size=3, ep_size=1)
 
 
 def test_a_configuration_shows_the_value_that_it_refuses():

@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed._ours.base.forwarding import answers
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.parallel.autoep_folding import build_folding_spec
 from ds_moe.config import ExpertParallelConfig
 from ds_moe.moe_families import FAMILIES, PRESETS, MoEFamily
 
@@ -73,13 +74,7 @@ def validate_autoep_config(
         return
     if config.expert_tensor_parallel_size != 1:
         raise refused("expert-tensor", config.expert_tensor_parallel_size)
-    for key, degree, ranks in (
-        ("pp_size", pp_size, world_size),
-        ("tensor_parallel.autotp_size", max(tp_size, 1), world_size // pp_size),
-        ("expert_parallel.autoep_size", config.autoep_size, world_size // pp_size // max(tp_size, 1)),
-    ):
-        if ranks % degree:
-            raise refused("degree-of-stage", key, degree, ranks, _divisors(ranks))
+    build_folding_spec(world_size=world_size, pp_size=pp_size, tp_size=max(tp_size, 1), ep_size=config.autoep_size)
     config.section()
     if config.preset_model not in {None, *FAMILIES, *PRESETS}:
         raise refused("preset", config.preset_model, sorted({*FAMILIES, *PRESETS}))
