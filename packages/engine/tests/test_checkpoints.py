@@ -398,7 +398,7 @@ def _state(engine: Engine) -> list[Any]:
     optimizer = engine.optimizer
     assert optimizer is not None
     held = [(s.shard.name, s.data.clone()) for s in optimizer.shards()]
-    return [*((name, data.tolist()) for name, data in held), optimizer.state_dict(), engine.progress()]
+    return [*((name, data.tolist()) for name, data in held), optimizer.common_state_dict(), engine.progress()]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

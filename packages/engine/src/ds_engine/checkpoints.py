@@ -112,7 +112,7 @@ def contents_of(
         "config": run.record(),
         "client": dict(client),
         "extra": extra,
-        "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
+        "optimizer": None if run.optimizer is None else run.optimizer.common_state_dict(),
         "frozen": everywhere,  # for layouts that know frozen parameters from those without a gradient so far
         "onebit": _messages(run),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),

@@ -200,7 +200,7 @@ def translated(
         yield None
         return
 
-    names = None if optimizer is None else optimizer.state_dict()["names"]
+    names = None if optimizer is None else optimizer.common_state_dict()["names"]
 
     def write() -> str:
         target = Path(root) / f"{tag}.translated-{new_token()}"  # a name that nobody else has

@@ -298,7 +298,8 @@ class LRScheduler:
         self.step(int(state["last_batch_iteration"]))
 
     def _lr(self, i: int) -> float:
-        return self.schedule.lr(self.last_batch_iteration, self._groups[i]["initial_lr"], i)
+        group = self._groups[i]
+        return self.schedule.lr(self.last_batch_iteration, group.setdefault("initial_lr", float(group["lr"])), i)
 
     def _write(self) -> None:
         set_rates(self._groups, self.get_lr())

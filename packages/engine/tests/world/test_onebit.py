@@ -138,7 +138,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, name: str, steps: int
     old, new = ({s.shard.name: s.data for s in one.optimizer.shards()} for one in (engine, same))
     assert old.keys() == new.keys()
     assert all(torch.equal(value, new[key]) for key, value in old.items())
-    assert engine.optimizer.state_dict() == same.optimizer.state_dict()
+    assert engine.optimizer.common_state_dict() == same.optimizer.common_state_dict()
     errors, again = engine.optimizer.inner.error_tensors(), same.optimizer.inner.error_tensors()  # type: ignore[attr-defined]
     assert bool(errors) == (steps == 5)
     assert errors.keys() == again.keys()

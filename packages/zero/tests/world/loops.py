@@ -671,7 +671,7 @@ def rates_by_hand(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@loop(everywhere("zero-add-group"))
+@loop()
 def add_group(run: Run) -> None:
     """`add_param_group` after the model is sharded."""
     model = run.net()
@@ -681,7 +681,11 @@ def add_group(run: Run) -> None:
     optimizer.step()
     optimizer.zero_grad()
     model.head.requires_grad_(True)
-    optimizer.add_param_group({"params": model.head.parameters()})
+    optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.01})
+    for step in range(1, STEPS):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @loop()
@@ -811,15 +815,24 @@ def edit_gathered_weights(run: Run) -> None:
 def checkpoint_by_hand(run: Run) -> None:
     """`copy.deepcopy(optimizer.state_dict())` and weights, taken and put back."""
     model, optimizer = run.pair()
-    for step in range(STEPS):
-        run.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with run.whole(model):
-            weights = copy.deepcopy([p.detach() for p in model.parameters()])
-        with run.whole(model, write=True), torch.no_grad():
-            for param, value in zip(model.parameters(), weights, strict=True):
-                param.copy_(value)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            run.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(range(2))
+    with run.whole(model):
+        weights = copy.deepcopy([p.detach() for p in model.parameters()])
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] *= 2.0
+    train(range(2, 4))
+    with run.whole(model, write=True), torch.no_grad():
+        for param, value in zip(model.parameters(), weights, strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(state)
+    train(range(4, 6))
 
 
 # ---- hooks

@@ -587,7 +587,7 @@ def best_weights(run: Run) -> None:
 # ---- state of the optimizer
 
 
-@loop(everywhere("zero-state-missing"))
+@loop()
 def resume_by_hand(run: Run) -> None:
     """`torch.save(optimizer.state_dict())` and weights by hand, loaded into a new model and optimizer."""
     model = run.net()

@@ -115,7 +115,7 @@ def test_state_that_is_loaded_goes_on(stage, device):
     net, optimizer = shard(device, stage)
     train(net, optimizer, device, 1)
     saved = {item.shard: item.data.clone() for item in optimizer.shards()}
-    meta, shapes = optimizer.state_dict(), {shard.name: shard.shape for shard in saved}
+    meta, shapes = optimizer.common_state_dict(), {shard.name: shard.shape for shard in saved}
     optimizer.close()
     net, optimizer = shard(device, stage)
     optimizer.materialize(shapes)

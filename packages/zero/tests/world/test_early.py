@@ -314,7 +314,10 @@ def test_only_the_thread_that_runs_the_model_communicates(bench, stage):
         threads.update(thread.name for thread in threading.enumerate())
         return plain(call, *args, **options)
 
-    with mock.patch.object(CollectiveCall, "start", start):
+    helps = mock.patch(
+        "ds_zero.runtime.reduce_runtime._PATIENCE_S", 60.0
+    )  # while the model's thread waits for a slow rank, not here
+    with mock.patch.object(CollectiveCall, "start", start), helps:
         for step in range(2):
             backward(bench, net, optimizer, step, micros=2)
             optimizer.step()
@@ -332,10 +335,10 @@ def test_what_is_saved_in_between_is_the_last_step(bench, stage):
         backward(bench, net, optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
-    before = {s.shard.name: s.data.clone() for s in optimizer.shards()}, str(optimizer.state_dict())
+    before = {s.shard.name: s.data.clone() for s in optimizer.shards()}, str(optimizer.common_state_dict())
     backward(bench, net, optimizer, 2)
     assert optimizer.ahead.ledger.busy
-    scalars = str(optimizer.state_dict())
+    scalars = str(optimizer.common_state_dict())
     after = {s.shard.name: s.data.clone() for s in optimizer.shards()}, scalars
     same(before[0], after[0])
     assert before[1] == after[1]

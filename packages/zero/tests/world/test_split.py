@@ -159,7 +159,7 @@ def test_it_goes_on_from_what_is_kept(bench):
     first, one = sharded(bench, told, stage=1)
     train(bench, first, one, range(5))
     second, two = sharded(bench, told, stage=1)
-    kept, scalars = {s.shard.name: s.data.clone() for s in one.shards()}, one.state_dict()
+    kept, scalars = {s.shard.name: s.data.clone() for s in one.shards()}, one.common_state_dict()
     two.materialize({s.shard.name: s.shard.shape for s in one.shards()})
     with torch.no_grad():
         for (a, p), (b, q) in zip(first.named_parameters(), second.named_parameters(), strict=True):
@@ -258,7 +258,7 @@ def test_ranks_with_other_matrices_keep_and_vote_together():
     else:
         raise AssertionError("no interval ended")
     other, second = made()
-    second.load_state_dict({**optimizer.state_dict(), "tensors": []})  # the tensors of the state begin anew
+    second.load_state_dict({**optimizer.common_state_dict(), "tensors": []})  # the tensors of the state begin anew
     step(other, second, large=True)
     optimizer.close()
     second.close()

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_comm import LocalShard
-from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_config.errors import CheckpointError, PlanError
 from ds_zero.layout.dtypes_plan import ScaleState, next_scale
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE
@@ -50,7 +50,7 @@ from ds_zero.update.rank_agreement import (
     weight_of,
 )
 from ds_zero.update.weight_views import WeightViews, not_published
-from ds_zero.update.wrapped_optimizer import check_inner, class_name_of, owns_reduction, traits_of
+from ds_zero.update.wrapped_optimizer import check_inner, check_members, class_name_of, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport"]
 
@@ -104,10 +104,7 @@ class ShardedOptimizer(Optimizer):
         self.before_update: Callable[[], None] = lambda: None
         self._scaled, self.backwards = 0, 0
         self._shows: bool | None = None
-        self._habits = traits_of(inner, options.layout)
-        if options.updates is not None:
-            more = options.updates.states
-            self._habits = {n: replace(habits, states=habits.states + more) for n, habits in self._habits.items()}
+        self._habits = self._traits(options)
         self._scale: ScaleState | None = None
         self.updater = Updater(inner)
         self._cut(model, options, self._habits)
@@ -123,6 +120,11 @@ class ShardedOptimizer(Optimizer):
         self.ahead = Ahead(self.sharding, self, Outlook())
         self._views = WeightViews(inner, self._bring_back, self.refresh)
         vars(self).update(self._views.switches)
+
+    def _traits(self, options: ShardOptions) -> dict[int, OptimizerTraits]:
+        more = 0 if options.updates is None else options.updates.states
+        traits = traits_of(self.inner, options.layout)
+        return {n: replace(habits, states=habits.states + more) for n, habits in traits.items()}
 
     def _is_sharded(self, param: object) -> bool:
         """Whether this is a parameter of the model, whose state is that of parts."""
@@ -202,7 +204,7 @@ class ShardedOptimizer(Optimizer):
         parameter at a time whole.
         """
         self.ahead.close()
-        fragments, scalars = self.state_store.fragments(), self.state_dict()
+        fragments, scalars = self.state_store.fragments(), self.common_state_dict()
         self.zero_grad()
         model, options = self.sharding.model, self.sharding.options
         for unit in self.sharding.units:
@@ -507,6 +509,16 @@ class ShardedOptimizer(Optimizer):
         self.sharding.refresh()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what torch's has, with this rank's elements, and `common_state_dict`. Collective.
+
+        `state` is that of the parameters by their place in the groups: whole tensors where this rank has all elements, else 1-D ones, and
+        `intervals` says which. They are the optimizer's own memory until its next step: copy them to keep them. For a number of ranks, a
+        stage or groups that are others at the load, save `shards` with ds-ckpt.
+        """
+        common = self.common_state_dict()
+        return {**common, **self.state_store.entries(self._names)}
+
+    def common_state_dict(self) -> dict[str, Any]:
         """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able. Collective."""
         self.sharding.check_open("state_dict()")
         self.ahead.take_back_all()
@@ -532,15 +544,20 @@ class ShardedOptimizer(Optimizer):
         return [list(dict.fromkeys(name for groups in gathered for name in groups[i])) for i in range(len(local_names))]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`, before.
+        """Take back what `state_dict` or a plain optimizer's `state_dict` gave, or `common_state_dict`: at any world size or stage; tensors come through `shards`, before.
 
-        Sums of gradients that a policy of updates has left are dropped where there is none.
+        Sums of gradients that a policy of updates has left are dropped where there is none. Collective where parameters that are frozen
+        have state in it.
 
         Raises:
             CheckpointError: it is of an optimizer of another class ("optimizer-class"), or has another number of groups
-                ("optimizer-groups"), or the tensors of that optimizer's state were not loaded ("zero-state-missing"); nothing is changed then.
+                ("optimizer-groups"), or state of other tensors ("zero-state-dict"), or the tensors of that optimizer's state were not
+                loaded ("zero-state-missing"); nothing is changed then.
         """
         self.sharding.check_open("load_state_dict()")
+        if "param_groups" in state_dict and "state" in state_dict:
+            self._load_entries(state_dict)
+            return
         keys = state_dict.get("tensors") or ()
         if keys and any(unit.parts for unit in self.sharding.units) and not self.state_store.has_any(keys):
             raise CheckpointError(
@@ -552,14 +569,20 @@ class ShardedOptimizer(Optimizer):
             )
         self._load(state_dict)
 
+    def _load_entries(self, state_dict: Mapping[str, Any]) -> None:
+        self.ahead.take_back_all()
+        self._check_class(state_dict)
+        places = enumerate(name for group in self._names for name in group)
+        self.keep_state_of(
+            {self.sharding.logical[name].name for place, name in places if state_dict["state"].get(place)}
+        )
+        self.state_store.load_entries(self._names, state_dict)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]]
+        self._load({"scalars": {}, **state_dict, "groups": groups})
+
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         self.ahead.take_back_all()
-        if not self.is_saved_class(state_dict):
-            raise CheckpointError(
-                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
-                code="optimizer-class",
-                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
-            )
+        self._check_class(state_dict)
         self.state_store.load_groups(state_dict["groups"])
         self.state_store.load_scalars(state_dict["scalars"])
         for unit in self.sharding.units:
@@ -568,16 +591,44 @@ class ShardedOptimizer(Optimizer):
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed once the model is sharded."""
-        if "sharding" in self.__dict__ and self.state is self.inner.state:
-            raise UnsupportedError(
-                "a parameter group was added to an optimizer whose model is already sharded",
-                code="zero-add-group",
-                fix="Add the group to the optimizer before `shard`.",
+    def _check_class(self, state_dict: Mapping[str, Any]) -> None:
+        if not self.is_saved_class(state_dict):
+            raise CheckpointError(
+                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
+                code="optimizer-class",
+                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
             )
-        # torch's decorator around it imports the compiler, which costs more than everything else at start.
-        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters, which are in none, and plan the units anew. Collective, between steps; cost: as `replan`.
+
+        Raises:
+            PlanError: parameters that are not the model's ("zero-foreign-parameters"), or a backward has begun since the last step
+                ("zero-add-group").
+            ValueError: a parameter is in a group.
+        """
+        if "state_store" not in self.__dict__ or self.state is not self.inner.state:
+            # torch's decorator around it imports the compiler, which costs more than everything else at start.
+            inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+            return
+        if self.backwards:
+            raise PlanError(
+                f"a parameter group was added after {self.backwards} backwards of a step, whose gradients would be dropped",
+                code="zero-add-group",
+                fix="Add it between step() and the next backward.",
+            )
+        model, number, given = self.sharding.model, len(self.param_groups), param_group["params"]
+        entries = [given] if isinstance(given, Tensor) else list(given)
+        params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        check_members(model, params)
+        if any(id(param) in self._groups for param in params):
+            raise ValueError("some parameters appear in more than one parameter group")
+        self.inner.add_param_group({**param_group, "params": params})
+        self._habits[number] = self._traits(self.sharding.options)[number]
+        names = {id(param): name for name, param in model.named_parameters()}
+        self._groups.update((id(param), number) for param in params)
+        self._names.append([names[id(param)] for param in params])
+        self.replan()
 
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""

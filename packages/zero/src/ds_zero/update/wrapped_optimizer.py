@@ -8,6 +8,7 @@ one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "WAITING",
     "check_early",
     "check_inner",
+    "check_members",
     "class_name_of",
     "group_of",
     "owns_reduction",
@@ -101,15 +103,9 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     """
     if isinstance(options.offload_optimizer, OffloadPolicy) and options.offload_optimizer.overlap_ratio:
         check_early(optimizer)
-    names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [tuple(p.shape) for p in params if id(p) not in names]
-    if foreign:
-        raise PlanError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes {foreign[:5]}",
-            code="zero-foreign-parameters",
-            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
-        )
+    check_members(model, params)
+    names = {id(p): name for name, p in model.named_parameters()}
     if owns_reduction(optimizer) and options.residency.shard_optim:
         raise UnsupportedError(
             f"{type(optimizer).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
@@ -126,6 +122,22 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
                 code="zero-state-dtype",
                 fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
             )
+
+
+def check_members(model: nn.Module, params: Sequence[Tensor]) -> None:
+    """Check that an optimizer's parameters are the model's.
+
+    Raises:
+        PlanError: some are not ("zero-foreign-parameters").
+    """
+    known = set(map(id, model.parameters()))
+    foreign = [tuple(p.shape) for p in params if id(p) not in known]
+    if foreign:
+        raise PlanError(
+            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes {foreign[:5]}",
+            code="zero-foreign-parameters",
+            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
+        )
 
 
 def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> bool:
