@@ -351,3 +351,27 @@ def test_values_of_activation_checkpointing_follow_configure() -> None:
         assert deepspeed.checkpointing.deepspeed_checkpointing_enabled is True
     finally:
         api._process = before
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_loops_set_the_counters(stage: int) -> None:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=Counting(), config=settings(stage, gradient_accumulation_steps=2))
+
+    def micro() -> tuple[bool, int, int]:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        return engine.is_gradient_accumulation_boundary(), engine.micro_steps, engine.global_steps
+
+    assert [micro() for _ in range(3)] == [(True, 1, 0), (False, 2, 1), (True, 3, 1)]
+    engine.zero_grad()
+    engine.micro_steps = 0  # an epoch begins: what the last one left is dropped
+    assert [micro() for _ in range(2)] == [(True, 1, 1), (False, 2, 2)]
+    engine.micro_steps = 7
+    assert micro() == (False, 8, 3)
+    micro()
+    engine.global_steps, engine.global_samples, engine.skipped_steps = 0, 100, 1
+    assert micro() == (False, 10, 1)
+    assert (engine.global_samples, engine.skipped_steps) == (104, 1)
+    engine.destroy()

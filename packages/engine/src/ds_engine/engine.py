@@ -35,7 +35,7 @@ from ds_engine.components import Components, RunCounters
 from ds_engine.deepspeed_checkpoints import load, save
 from ds_engine.device_placement import to_device
 from ds_engine.executor import Passes
-from ds_engine.full_state import full_state, load_whole, save_whole
+from ds_engine.full_state import full_state, load_whole, save_whole, shared_state
 from ds_engine.garbage_collection import pause_collector
 from ds_engine.loader import LoaderRole, ResumableLoader, loader_of
 from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
@@ -411,9 +411,9 @@ class Engine(nn.Module):
         return any(unit.pins and not inside.isdisjoint(map(id, unit.params)) for unit in self.sharding.units)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""
+        """Load such a dict; a rank whose own is empty takes that of the first rank that has one. Collective. Returns missing and unexpected keys."""
         self._present("load_full_state_dict")
-        return load_whole(self.module, state, strict=strict)
+        return load_whole(self.module, shared_state(state, self.mesh["world"]), strict=strict)
 
     def save_16bit_model(
         self,
@@ -591,7 +591,7 @@ class Engine(nn.Module):
         with self._run:
             ds_monitor.set_step(self.counters.steps, self.counters.samples)
         for follower in self._followers:
-            follower.resume(self.counters.steps - self.counters.skipped)
+            follower.resume(max(self.counters.steps - self.counters.skipped, 0))
 
     def record(self) -> dict[str, Any]:
         """Return the configuration, as JSON values."""

@@ -10,7 +10,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -65,6 +66,11 @@ class _BatchesDifferError(PlanError, AssertionError):
         )
 
 
+def _counter(field: str, meaning: str) -> Any:
+    """Build a property of a counter, which loops of upstream's programs also set."""
+    return property(attrgetter(f"counters.{field}"), lambda self, value: self._count(field, value), doc=meaning)
+
+
 class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type: ignore[misc]  # upstream asks for states in other words
     """`ds_engine.Engine` under upstream's names; made by `deepspeed.initialize`. Unknown attributes are the model's.
 
@@ -109,6 +115,18 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def config(self) -> dict[str, Any]:
         """The configuration as it was given."""
         return self._config.raw
+
+    global_steps = _counter("steps", "Optimizer steps done, skipped ones included.")
+    global_samples = _counter("samples", "Samples trained on, over all ranks.")
+    skipped_steps = _counter("skipped", "Steps whose update was left out.")
+    micro_steps = _counter(
+        "micro_steps", "Microbatches done on this rank. Setting it says which one of its step comes next."
+    )
+
+    def _count(self, field: str, value: int) -> None:
+        position, counters = self._position, asdict(self.counters) | {field: int(value)}
+        self.set_progress(counters | {"taken": self._feed.consumed})
+        self._position = counters["micro_steps"] % len(self._backwards) if field == "micro_steps" else position
 
     def optimizer_name(self) -> str | None:
         """Name the optimizer: the class of the caller's, else the configuration's type in lower case."""
