@@ -12,11 +12,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_ckpt.coordinator import TRANSFER_S, Coordinator
-from ds_comm import Box, Group, all_gather_object, all_reduce, param_sharding
+from ds_comm import (
+    Box,
+    Group,
+    all_gather_json,
+    all_gather_object,
+    all_reduce,
+    broadcast_json,
+    broadcast_object_list,
+    param_sharding,
+)
 from ds_config.regular_file import replacing
 from ds_zero import GatheredParameters, ShardedModel
 
-__all__ = ["full_state", "load_whole", "names_of_wholes", "save_whole"]
+__all__ = ["full_state", "load_whole", "names_of_wholes", "save_whole", "shared_state"]
 
 
 def full_state(
@@ -159,6 +168,22 @@ def save_whole(state: Mapping[str, Tensor], path: Path, group: Group) -> None:
                     torch.save(dict(state), file)
 
     Coordinator(group).first(write, patience_s=TRANSFER_S)
+
+
+def shared_state(state: Mapping[str, Any], group: Group) -> Mapping[str, Any]:
+    """Return the state dict of the first rank that has one, on ranks whose own is empty (as `full_state` leaves it). Collective.
+
+    Cost: one broadcast of each value, if there are such ranks.
+    """
+    holders = [rank for rank, has in enumerate(all_gather_json(bool(state), group, unit="state_dict")) if has]
+    if len(holders) in (0, group.size):
+        return state
+    whole: dict[str, Any] = {}
+    for name in broadcast_json(list(state), group, group_src=holders[0]):
+        value = [state.get(name)]
+        broadcast_object_list(value, group=group, group_src=holders[0], unit=name)
+        whole[name] = state.get(name, value[0])
+    return whole
 
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:

@@ -130,6 +130,9 @@ def test_five_steps(stage: int, tensor: int) -> None:
     engine.load_full_state_dict(state)
     again = engine.full_state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.items())
+    engine.load_full_state_dict({name: value.fill_(1.0) for name, value in again.items()})  # which the first rank has
+    assert all(value.eq(1.0).all() for value in engine.full_state_dict().values())
+    engine.load_full_state_dict(state)
     engine.close()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, state[name], atol=1e-5, rtol=1e-4, msg=lambda said, n=name: f"{n}: {said}")

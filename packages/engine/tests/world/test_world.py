@@ -414,6 +414,8 @@ def test_whole_values_and_state_away_on_two_ranks(stage: int) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
     other.load_full_state_dict({name: torch.zeros_like(value) for name, value in Model().state_dict().items()})
     assert all(not value.any() for value in other.full_state_dict().values())
+    assert other.load_full_state_dict(state) == ([], [])  # which the first rank has
+    assert all(torch.equal(value, state[name]) for name, value in other.full_state_dict().items())
     engine.close()
     other.close()
 

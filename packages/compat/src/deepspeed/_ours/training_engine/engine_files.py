@@ -265,7 +265,7 @@ class SavesAndLoads(Engine):
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False, z3_params_to_fetch: Any = None, allowed_missing_keys: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        """Load a whole state dict, or the `module` of a checkpoint dict; the same on every rank. Collective.
+        """Load a whole state dict, or the `module` of a checkpoint dict, as `load_full_state_dict`. Collective.
 
         Args:
             fetch_z3_params, z3_params_to_fetch: Change nothing: sharded parameters are always loaded.
