@@ -413,3 +413,50 @@ def test_a_path_that_is_no_text_is_taken():
 
     config = {"train_batch_size": 1, "csv_monitor": {"job_name": "\udcff"}}
     deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+
+
+def _coded_config(bits: int, dim: int) -> dict:
+    return {"num_bits": bits, "group_size": 8, "group_dim": dim, "symmetric": False}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_codes_of_groups(bits, dim):
+    from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
+
+    values = torch.randn(16, 24)
+    values[:8, 0] = values[0, :8] = 3.0  # a group of one number
+    codes, scale, least = Quantizer(_coded_config(bits, dim)).quantize(values)
+    assert codes.dtype is torch.uint8
+    assert codes.shape == (16, 24 * bits // 8)
+    back = DeQuantizer(_coded_config(bits, dim), torch.float32).dequantize(codes, scale, least)
+    step = (1 / scale).expand(values.unflatten(dim, (-1, 8)).shape).flatten(dim, dim + 1)
+    assert ((back - values).abs() <= step / 2 + 1e-6).all()
+    with pytest.raises(AssertionError, match="group_size = 8"):
+        Quantizer(_coded_config(bits, dim)).quantize(values[:7, :7])
+
+
+@pytest.mark.parametrize("initially", [False, True])
+@world(1)
+def test_a_model_that_only_answers_has_codes(initially):
+    import deepspeed
+    from deepspeed.inference.quantization.layers import QuantizedEmbedding, QuantizedLinear
+    from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
+
+    how = _coded_config(8, 1)
+    codes = {"quantized_initialization": how} if initially else {"post_init_quant": {"0": how, "1": how, "2": how}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "weight_quantization": codes}
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 16, bias=False))
+        model[2].weight = model[0].weight
+    ids = torch.arange(4)
+    want = model(ids)
+    if not initially:
+        assert _init_group_wise_weight_quantization(model, config) is model
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert [type(layer) for layer in engine.module] == [QuantizedEmbedding, QuantizedLinear, QuantizedLinear]
+    assert engine.module[0].codes is engine.module[2].codes
+    torch.testing.assert_close(engine(ids), want, atol=0.05, rtol=0.05)
+    with pytest.raises(AssertionError, match="post_init_quant"):
+        _init_group_wise_weight_quantization(nn.Linear(2, 2), {})

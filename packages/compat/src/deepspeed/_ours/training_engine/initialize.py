@@ -23,6 +23,7 @@ from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.config import get_log_level, raw_config
 from deepspeed._ours.config.section_models import get_zero_config
 from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
+from deepspeed._ours.native_ops.quantized_layers import is_quantized
 from deepspeed._ours.optimizers.optimizer_classes import dress_optimizer
 from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
@@ -87,7 +88,7 @@ def initialize(
     resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu, slices_of(model))
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
-    resolved = _as_upstream_takes(resolved, model)
+    resolved = _with_codes(_as_upstream_takes(resolved, model), model, optimizer)
     _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
@@ -174,6 +175,19 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
         )
         config = config.model_copy(update={"sparse_attention": None})
     return config
+
+
+def _with_codes(config: Config, model: nn.Module, optimizer: Any) -> Config:
+    """Return the configuration without `weight_quantization` if the model's layers have codes.
+
+    They do after `_init_group_wise_weight_quantization`; and `quantized_initialization` of a model that nothing trains makes them here.
+    """
+    section = config.weight_quantization
+    if section is None or not section.enabled:
+        return config
+    initial = section.quantized_initialization if optimizer is None and config.optimizer is None else None
+    coded = is_quantized(model, None if initial is None else initial.model_dump() | {"group_dim": 1})
+    return config.model_copy(update={"weight_quantization": None}) if coded else config
 
 
 def _with_upstreams_scale(plan: Plan) -> Plan:
