@@ -50,7 +50,6 @@ from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
 from ds_pipe import DecoderStages, PipelineModule, PipelineSpec
 from ds_zero import ShardedOptimizer
-from ds_zero.layout.model_checks import check_scripted
 from ds_zero.layout.shard_options import OptimizerTraits, describe
 from ds_zero.runtime.sharded_model import end_sharding
 
@@ -119,7 +118,6 @@ def shapes_of(model: nn.Module, *, structure: bool = True) -> Shapes:
     Args:
         structure: Whether to trace the model for what a tensor-parallel plan of more than one rank needs. No other plan does.
     """
-    check_scripted(model)
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, OptimizerTraits())
     staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks

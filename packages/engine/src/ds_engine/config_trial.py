@@ -109,7 +109,7 @@ def _refused(config: Config, world: int, model: nn.Module | None) -> DsError | N
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(buffers)
     try:
-        check_model(model, precision_of(config), world)
+        check_model(model, precision_of(config), world, released=config.zero_optimization.stage == 3)
         section = config.optimizer
         made_by_mup = isinstance(section, TorchOptimizerSection) and section.type.lower() in FROM_MUP
         if section is not None and not made_by_mup and not reduces_itself(section):

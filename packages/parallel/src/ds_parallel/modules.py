@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from ds_config import nearest
 from ds_config.errors import PlanError
@@ -64,7 +65,8 @@ def checkpoint_modules(
         PlanError: a pattern matches no module ("activations-modules"); a module has a forward that is not its class's
             ("activations-forward").
     """
-    callables = [name for name, module in model.named_modules() if name and type(module).forward is not _NO_FORWARD]
+    called = {name: module for name, module in model.named_modules() if name and not isinstance(module, ScriptModule)}
+    callables = [name for name, module in called.items() if type(module).forward is not _NO_FORWARD]
     names = match_modules(callables, tuple(patterns))
     modules = [module for name, module in model.named_modules() if name in names]
     overridden = [name for name, module in zip(names, modules, strict=True) if "forward" in vars(module)]

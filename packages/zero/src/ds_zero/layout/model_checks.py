@@ -8,7 +8,7 @@ from torch import nn
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.dtypes_plan import Precision
 
-__all__ = ["check_model", "check_scripted"]
+__all__ = ["check_model", "is_scripted"]
 
 _NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
@@ -19,31 +19,34 @@ _KEYS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Names of formats as configurations have them."""
 
 
-def check_scripted(model: nn.Module) -> None:
-    """Raise if a module is scripted: its forward is no Python, and its parameters cannot become views.
+def is_scripted(model: nn.Module) -> bool:
+    """Whether a module of it is scripted or traced by `torch.jit`: its forward takes no hooks, and reads parameters in C++."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
-    Raises:
-        UnsupportedError: with the first such module ("zero-scripted").
-    """
+
+def _check_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"module {name or '(the model itself)'} is scripted or traced by torch.jit",
+                f"module {name or '(the model itself)'} is scripted or traced by torch.jit: nothing gathers its parameters before its forward",
                 code="zero-scripted",
-                fix="Pass the module that it was made from; torch.compile works on a sharded model.",
+                fix="Use stage 0, 1 or 2, or pass the module that it was made from; torch.compile works on a sharded model.",
             )
 
 
-def check_model(model: nn.Module, precision: Precision, ranks: int) -> None:
+def check_model(model: nn.Module, precision: Precision, ranks: int, *, released: bool) -> None:
     """Raise if the model cannot be sharded over so many ranks, or cannot run in the formats asked for.
 
+    Args:
+        released: Whether parameters are with other ranks between uses (stage 3).
     Raises:
-        UnsupportedError: a module is scripted ("zero-scripted"), a weight converts itself for FSDP2's all-gather ("zero-fsdp-gather"), a
+        UnsupportedError: a module is scripted, and parameters are released ("zero-scripted"), a weight converts itself for FSDP2's all-gather ("zero-fsdp-gather"), a
             parameter of several ranks is complex ("zero-complex"), an embedding of several ranks writes to its weight in forward
             ("zero-max-norm").
         PlanError: a norm's buffers have another format than its weights will have ("zero-buffer-format").
     """
-    check_scripted(model)
+    if released:
+        _check_scripted(model)
     _check_gather_hooks(model)
     if ranks > 1:
         _check_complex(model)

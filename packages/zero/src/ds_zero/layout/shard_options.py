@@ -379,8 +379,8 @@ class OptimizerTraits:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module is called, rather than a container of others (a ModuleList)."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a module is called with hooks, unlike a container of others (a ModuleList), and a scripted module, which takes none."""
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
 
 
 def describe(

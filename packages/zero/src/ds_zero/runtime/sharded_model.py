@@ -37,7 +37,7 @@ from ds_config.sizes import bytes_text
 from ds_zero._torch import accumulates
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import ParamPiece
-from ds_zero.layout.model_checks import check_model
+from ds_zero.layout.model_checks import check_model, is_scripted
 from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.units import DENSE, plan_units
@@ -227,8 +227,8 @@ class ShardedModel:
         self.model, self.options, self.closed = model, options, False
         self.group = group_for(options)
         self.precision = Precision.of(options.precision)
-        check_model(model, self.precision, self.group.size)
         residency = options.residency
+        check_model(model, self.precision, self.group.size, released=residency.shard_params)
         if options.sparse and residency.shard_optim:
             raise PlanError(
                 f"sparse gradients were asked for with {residency}: shards of a gradient are summed, not rows",
@@ -261,7 +261,7 @@ class ShardedModel:
         for host in self.seating.hosts:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())
-        self.arrivals = WeightArrivals(model, self.units, overlap=options.overlap)
+        self.arrivals = WeightArrivals(model, self.units, overlap=options.overlap and not is_scripted(model))
         self.runtime.arrivals = self.arrivals
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.groups.reduction_group.divisor
