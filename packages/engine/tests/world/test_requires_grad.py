@@ -146,3 +146,30 @@ def test_a_stage_thaws_what_others_do_not_have(stage: int, size: int, tmp_path: 
     for values in (train(range(STEPS), False), train(range(4, STEPS), True)):
         for value, other in zip(values, expected[here * each : (here + 1) * each], strict=True):
             torch.testing.assert_close(value, other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(RANKS)
+def test_a_group_is_added_to_the_optimizer_that_was_given(stage: int) -> None:
+    """As callbacks do that unfreeze layer by layer: they have the program's optimizer, or the one that `initialize` returned."""
+    net, plain = layers(), layers()
+    set_all((net, plain), [True, True, False, False])
+    own, twin = optimizer_of(net, [0, 1]), optimizer_of(plain, [0, 1])
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine, returned, *_ = ds_engine.initialize(model=net, optimizer=own, config=config)
+    for step in range(6):
+        for number, ours in ((2, own), (3, returned)):
+            if step == number:
+                set_all((net, plain), [layer <= number for layer in range(4)])
+                ours.add_param_group({"params": net[number].parameters(), "lr": 0.01})
+                twin.add_param_group({"params": plain[number].parameters(), "lr": 0.01})
+        engine.backward(loss_of(engine, batch(step, 0, dist.get_rank())))
+        engine.step()
+        for rank in range(RANKS):
+            (loss_of(plain, batch(step, 0, rank)) / RANKS).backward()
+        twin.step()
+        twin.zero_grad()
+    with GatheredParameters(net):
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    engine.close()

@@ -61,9 +61,10 @@ def unpack_hook() -> Callable[..., Any] | None:
     return None if top is None else top[1]
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody looks at the gradients before every step of this optimizer, or of all."""
-    return bool(optimizer._optimizer_step_pre_hooks or _optimizer._global_optimizer_pre_hooks)
+def has_step_hooks(optimizer: Optimizer, library: type) -> bool:
+    """Whether somebody looks at the gradients before every step of this optimizer, or of all; hooks of class `library` do not."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *_optimizer._global_optimizer_pre_hooks.values()]
+    return not all(isinstance(hook, library) for hook in hooks)
 
 
 def accumulates(params: Iterable[Tensor]) -> bool:

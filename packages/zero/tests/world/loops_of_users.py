@@ -612,6 +612,16 @@ def resume_by_hand(run: Run) -> None:
         other.step()
 
 
+@loop(everywhere("zero-inner-step"))
+def inner_optimizer_stepped(run: Run) -> None:
+    """`shard(model, optimizer)`, and `optimizer.step()` of the one that was given."""
+    model = run.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.wrap(model, optimizer)
+    run.loss(model, 0).backward()
+    optimizer.step()
+
+
 @loop(everywhere("zero-state-of-parameters"))
 def moments_logged(run: Run) -> None:
     """`optimizer.state[p]["exp_avg"].norm()` of the model's parameters, logged."""

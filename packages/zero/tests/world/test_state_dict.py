@@ -183,3 +183,7 @@ def test_groups_that_cannot_be_added() -> None:
         optimizer.add_param_group({"params": [net.b.weight]})
     assert error.value.code == "zero-add-group"
     assert len(optimizer.param_groups) == 1
+    optimizer.step()
+    optimizer.inner.add_param_group({"params": [net.b.weight]})
+    with pytest.raises(PlanError, match="2 groups now, and had 1"):
+        optimizer.step()

@@ -25,7 +25,7 @@ from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.optimizer_state import OptimizerState
-from ds_zero.update.wrapped_optimizer import WAITING, group_of
+from ds_zero.update.wrapped_optimizer import WAITING, StepGuard, group_of
 
 __all__ = ["Due", "Updater", "apply", "due_of", "scale_in_place", "scales_before_cast", "step_with"]
 
@@ -290,7 +290,7 @@ class Updater:
         inner, grads = self.inner, [grad for unit in units for grad in unit.gradients.sums or ()]
         if type(self).update is not Updater.update or not grads or not _divides(inner, grads):
             return False
-        if has_step_hooks(inner) or factor == 1.0:
+        if has_step_hooks(inner, StepGuard) or factor == 1.0:
             return False  # hooks see averages
         stepped = {id(param) for group in inner.param_groups for param in group["params"]}
         if any(id(part.tensor) not in stepped for unit in units for part in unit.parts):

@@ -50,7 +50,14 @@ from ds_zero.update.rank_agreement import (
     weight_of,
 )
 from ds_zero.update.weight_views import WeightViews, not_published
-from ds_zero.update.wrapped_optimizer import check_inner, check_members, class_name_of, owns_reduction, traits_of
+from ds_zero.update.wrapped_optimizer import (
+    StepGuard,
+    check_inner,
+    check_members,
+    class_name_of,
+    owns_reduction,
+    traits_of,
+)
 
 __all__ = ["ShardedOptimizer", "StepReport"]
 
@@ -88,6 +95,7 @@ class ShardedOptimizer(Optimizer):
             its own then); as many on every rank.
         sharding: The model's units.
         ahead: Updates that begin during backward.
+        updating: Whether the inner optimizer is stepped.
         before_update: Called before a step first writes to what `shards` gives, which may be in a backward.
     """
 
@@ -102,7 +110,8 @@ class ShardedOptimizer(Optimizer):
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
         self.before_update: Callable[[], None] = lambda: None
-        self._scaled, self.backwards = 0, 0
+        self._scaled, self.backwards, self.updating = 0, 0, False
+        self._guard = inner.register_step_pre_hook(StepGuard(self))
         self._shows: bool | None = None
         self._habits = self._traits(options)
         self._scale: ScaleState | None = None
@@ -237,6 +246,10 @@ class ShardedOptimizer(Optimizer):
         """
         if self.backwards:
             return
+        more = self.param_groups[len(self._names) :]  # added to the inner optimizer, which the program still has
+        del self.param_groups[len(self._names) :]
+        for group in more:
+            self.add_param_group(group)
         thawed = [param for param in self._frozen.values() if param.requires_grad]
         if anywhere(any(id(param) in self._groups for param in thawed)):
             self._replan_with(())
@@ -338,6 +351,12 @@ class ShardedOptimizer(Optimizer):
         runtime = self.sharding.runtime
         self.sharding.check_here()
         self._check_trainable()
+        if len(self.param_groups) != len(self._names):
+            raise PlanError(
+                f"the optimizer that was given to `shard` has {len(self.param_groups)} groups now, and had {len(self._names)}",
+                code="zero-add-group",
+                fix="Call add_param_group of the optimizer that `shard` returned.",
+            )
         runtime.reducing.close()
         runtime.settle(self.sharding.group)
         error = self.ahead.finish() if self.ahead.units else None
@@ -366,8 +385,12 @@ class ShardedOptimizer(Optimizer):
             divided = stay and scale_in_place(units, clip, self._remaining, attributes, self.updater)
             due = due_of(units, self.sharding.grad_factor, average, 1.0 if stay else clip, facts.unused)
             self._check_published(stepping=True)
-            with self._views.stepping() if self._views.methods else nullcontext():
-                apply(due, self.state_store, self.updater, self.ahead.settle if self.ahead.units else None)
+            self.updating = True
+            try:
+                with self._views.stepping() if self._views.methods else nullcontext():
+                    apply(due, self.state_store, self.updater, self.ahead.settle if self.ahead.units else None)
+            finally:
+                self.updating = False
             for unit in units if divided else ():
                 attributes.averaged(unit)
         if self.ahead.units:
@@ -633,6 +656,7 @@ class ShardedOptimizer(Optimizer):
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
         self.ahead.close()
+        self._guard.remove()
         self._views.detach()
         self._zero_grad.detach()
         self.sharding.close()
