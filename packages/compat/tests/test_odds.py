@@ -460,3 +460,27 @@ def test_a_model_that_only_answers_has_codes(initially):
     torch.testing.assert_close(engine(ids), want, atol=0.05, rtol=0.05)
     with pytest.raises(AssertionError, match="post_init_quant"):
         _init_group_wise_weight_quantization(nn.Linear(2, 2), {})
+
+
+@world(1)
+def test_gradients_of_stage_0_stay_in_the_format_of_the_weights():
+    import deepspeed
+
+    model = nn.Linear(4, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype is torch.bfloat16
+        model.weight.grad.mul_(0.5)  # a loop that clips by itself
+        engine.step()
+    torch.testing.assert_close((before - model.weight).float(), torch.full((2, 4), 0.375), atol=0.01, rtol=0)
+    assert model.weight.grad is None

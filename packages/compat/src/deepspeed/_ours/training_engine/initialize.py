@@ -102,7 +102,7 @@ def initialize(
     shapes = replace(
         shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
     )
-    plan = _with_upstreams_scale(make_plan(resolved, shapes, world_group().size))
+    plan = _as_upstream_at_stage_0(make_plan(resolved, shapes, world_group().size))
     if counted is not None and world_group().rank == 0:
         logger.warning(
             "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
@@ -190,12 +190,19 @@ def _with_codes(config: Config, model: nn.Module, optimizer: Any) -> Config:
     return config.model_copy(update={"weight_quantization": None}) if coded else config
 
 
-def _with_upstreams_scale(plan: Plan) -> Plan:
-    """Return the plan with a loss scale that falls at every overflow at stage 0, where upstream's has no hysteresis."""
-    scale = plan.precision.scale
-    if plan.config.zero_optimization.stage != 0 or scale is None:
+def _as_upstream_at_stage_0(plan: Plan) -> Plan:
+    """Return the plan of stage 0 with upstream's precision: a loss scale that falls at every overflow, and gradients in bf16 that stay in `param.grad`.
+
+    Unless `grad_accum_dtype` says theirs: those of fp32 beside weights of bf16 are no `param.grad`.
+    """
+    precision = plan.precision
+    if plan.config.zero_optimization.stage != 0:
         return plan
-    return replace(plan, precision=replace(plan.precision, scale=replace(scale, hysteresis=1)))
+    if precision.scale is not None:
+        precision = replace(precision, scale=replace(precision.scale, hysteresis=1))
+    if precision.param is torch.bfloat16 and precision.accumulate is None and plan.staging is None:
+        precision = replace(precision, accumulate=torch.bfloat16)
+    return replace(plan, precision=precision)
 
 
 def _own_formats(config: Config, model: nn.Module) -> tuple[tuple[str, str], ...]:
