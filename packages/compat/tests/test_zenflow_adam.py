@@ -46,3 +46,10 @@ def test_selected_columns_move_as_with_adamw(offload, stage3):
     ours.clear_selected_mv()
     moments = param.exp_avg_cpu_data if offload else ours.state[param]["exp_avg"]
     assert not moments.any()
+
+
+def test_cores_are_split_between_training_and_the_optimizer():
+    from deepspeed.runtime.zenflow.zenflow_utils import _split_affinity
+
+    assert _split_affinity([4, 5, 6, 7, 8], 0.25) == ([6, 7, 8], [4, 5])
+    assert _split_affinity([4, 5], 1.0) == _split_affinity([4, 5], 0.0) == ([4, 5], [4, 5])

@@ -7,6 +7,7 @@ with it. With `offload` the moments are `exp_avg_cpu_data` and `exp_avg_sq_cpu_d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -153,3 +154,9 @@ class ZenFlowSelectiveAdamW_stage3(ZenFlowSelectiveAdamW):  # noqa: N801  upstre
             param.nvme_swapper.swap_out_and_release([param])
         elif on_disk:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+
+def split_affinity(cores: list[int], pt_reserved_cores_perc: float) -> tuple[list[int], list[int]]:
+    """Split cores between an optimizer that runs by the side and the training, which gets the first ones; all for both where one would get none."""
+    kept = math.ceil(pt_reserved_cores_perc * len(cores))
+    return (cores[kept:], cores[:kept]) if 0 < kept < len(cores) else (cores, cores)
