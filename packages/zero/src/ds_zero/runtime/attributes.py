@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -28,29 +27,18 @@ import ds_comm as comm
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, queue_callback, without_torch_function
 from ds_zero.runtime.forward_backward import Backward
-from ds_zero.runtime.gradient_norms import GradientAgreement, GradientMeasurements
-from ds_zero.runtime.sharded_gradient import GradientNorms, GradientShard, ShardedGradient, copy_into
+from ds_zero.runtime.gradient_norms import GradientAccess, GradientMeasurements
+from ds_zero.runtime.sharded_gradient import (
+    GradientNorms,
+    GradientShard,
+    ShardedGradient,
+    copy_into,
+    dropped,
+    set_by_hand,
+)
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 
-__all__ = ["GradAttributes", "GradientAccess", "ShardedGradient"]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientAccess:
-    """How gradients are shown.
-
-    Attributes:
-        remaining: What the sums of a unit are to be multiplied by to be averages.
-        agreement: Between which ranks they are measured; None: gradients that this rank has a part of are not shown.
-        whole: Whether a gradient that this rank has all of is a plain tensor.
-        together: Whether all those ranks end their backwards together, so that they can measure then. Stages of a pipeline do not:
-            there norms are known after `measure_gradients()` only.
-    """
-
-    remaining: Callable[[Unit], float]
-    agreement: GradientAgreement | None
-    whole: bool
-    together: bool
+__all__ = ["GradAttributes", "ShardedGradient"]
 
 
 class _Shard(GradientShard):
@@ -66,14 +54,14 @@ class _Shard(GradientShard):
     def unit(self) -> Unit:
         unit = self._unit()
         if unit is None:
-            raise _dropped(self.of)
+            raise dropped(self.of)
         return unit
 
     def owner(self) -> GradAttributes:
         """Return the attributes that show this gradient; raise if they do no longer, or if it is not summed yet."""
         owner = self._owner()
         if owner is None or not self.alive:
-            raise _dropped(self.of)
+            raise dropped(self.of)
         if self.unit.gradients.open or not self.unit.gradients.has_sums:
             raise ShardedAccessError(
                 f"the gradient of {self.of} was used while it waits for its sum over the ranks (no_sync, reduction(False))",
@@ -81,14 +69,6 @@ class _Shard(GradientShard):
                 fix="Make the last backward before the step outside of no_sync, or call optimizer.reduce() on all ranks first.",
             )
         return owner
-
-
-def _dropped(of: str) -> ShardedAccessError:
-    return ShardedAccessError(
-        f"the gradient of {of} was used after it was dropped (zero_grad, param.grad = None)",
-        code="sharded-gradient-dropped",
-        fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
-    )
 
 
 class _ParamShard(_Shard):
@@ -146,7 +126,7 @@ class _PartShard(_Shard):
     def part(self) -> OptimizerSlice:
         part = self._part()
         if part is None:
-            raise _dropped(self.of)
+            raise dropped(self.of)
         return part
 
     @property
@@ -457,7 +437,7 @@ class GradAttributes:
             self.replaced = every  # ranks that have dropped nothing find out when they agree next
             return
         if changed[1]:
-            raise _set([self._name(tensor) for tensor in changed[1]], len(self._on[1]))
+            raise set_by_hand([self._name(tensor) for tensor in changed[1]], len(self._on[1]))
         sets = [(tensor, *self._places[tensor], tensor.grad) for tensor in changed[0]]
         alone = self.measured is None
         for param, unit, member, grad in sets if alone else ():
@@ -466,7 +446,7 @@ class GradAttributes:
         sets = [one for one in sets if not (alone and one[1].gradients.local)]
         waiting = [param for param, unit, _, _ in sets if unit.gradients.open or not unit.gradients.has_sums]
         if waiting:
-            raise _set([self._name(tensor) for tensor in waiting], len(self._on[0]))
+            raise set_by_hand([self._name(tensor) for tensor in waiting], len(self._on[0]))
         for param, unit, member, grad in sets:
             self._replace(param, unit, member, grad)
         self.remove(but)
@@ -475,7 +455,7 @@ class GradAttributes:
         """Write what was assigned to the `param.grad` of a gradient that is this rank's own until it is summed."""
         own = unit.gradients.local_grad(member)
         if own is None or (grad is not None and (grad.shape != own.shape or grad.layout is not torch.strided)):
-            raise _set([self._name(param)], len(self._on[0]))
+            raise set_by_hand([self._name(param)], len(self._on[0]))
         with torch.no_grad():
             own.zero_() if grad is None else own.copy_(grad)
         if grad is None:
@@ -492,7 +472,7 @@ class GradAttributes:
             absent.add(member)
             self.present.get(unit.number, set()).discard(member)
         elif not copy_into(shard, grad, param.shape):
-            raise _set([self._name(param)], len(self._on[0]))
+            raise set_by_hand([self._name(param)], len(self._on[0]))
         self.replaced.setdefault(unit.number, set()).add(member)
         with without_torch_function():
             param.grad = None
@@ -616,12 +596,3 @@ def _accumulates(owner: weakref.ref[GradAttributes]) -> Callable[[ShardedGradien
             attributes.accumulate(grad, copy)
 
     return accumulates
-
-
-def _set(names: Sequence[str], many: int) -> ShardedAccessError:
-    return ShardedAccessError(
-        f"param.grad of {', '.join(names[:5])} was set after a backward ({len(names)} of {many} gradients) to what cannot be copied into the "
-        "sum over the ranks: it waits for that sum, or the tensor has another shape or layout, or it is one of the optimizer's own groups",
-        code="sharded-gradient-set",
-        fix="Set param.grad of the model's parameters to None or to a whole tensor of their shape, after a backward outside of no_sync.",
-    )

@@ -36,7 +36,7 @@ from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_gradient import GradientNorms
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 
-__all__ = ["REPLACED", "GradientAgreement", "GradientMeasurements", "replaced_on_some"]
+__all__ = ["REPLACED", "GradientAccess", "GradientAgreement", "GradientMeasurements", "replaced_on_some"]
 
 REPLACED = float(2**24)
 """What a parameter whose gradient was dropped or replaced adds to the count of its users: more than there are ranks."""
@@ -90,6 +90,24 @@ class GradientAgreement:
         tensors = {place: names[slots.get(slot, name)] for place, (name, _, slot) in keys.items()}
         parts = {place: boxes[box] for place, (_, box, _) in keys.items()}
         return GradientAgreement(group, tensors, parts, (len(names), len(boxes)), tuple(owners), missing)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAccess:
+    """How gradients are shown.
+
+    Attributes:
+        remaining: What the sums of a unit are to be multiplied by to be averages.
+        agreement: Between which ranks they are measured; None: gradients that this rank has a part of are not shown.
+        whole: Whether a gradient that this rank has all of is a plain tensor.
+        together: Whether all those ranks end their backwards together, so that they can measure then. Stages of a pipeline do not:
+            there norms are known after `measure_gradients()` only.
+    """
+
+    remaining: Callable[[Unit], float]
+    agreement: GradientAgreement | None
+    whole: bool
+    together: bool
 
 
 def _slots_of_experts(every: Sequence[Sequence[Sequence[str]]]) -> dict[str, str]:

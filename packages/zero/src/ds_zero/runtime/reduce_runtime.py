@@ -1,10 +1,7 @@
-"""When units reduce: hooks on parameters, driven by autograd; and the model's `zero_grad`. Knows no module.
+"""When units reduce: hooks on parameters, driven by autograd. Knows no module.
 
 A unit is reduced when the last of its parameters' gradients has arrived. The end of the outermost backward closes whatever is
 open, so unused, reused, tied and checkpointed modules need no case of their own.
-
-Note "an attribute of the model". Summed gradients are not in `param.grad`, which torch's `zero_grad` clears without a hook: a loop that
-calls it after a backward it does not want would step them later. So the instance gets an attribute of that name, until `close`.
 
 Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
 parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
@@ -42,7 +39,7 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_accel import streams
 from ds_config.errors import TrainingError
@@ -56,7 +53,7 @@ from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["AccumulatedHooks", "GradientReductions", "Helper", "ZeroGrad"]
+__all__ = ["AccumulatedHooks", "GradientReductions", "Helper"]
 
 _PATIENCE_S = 0.02
 _log = getLogger(__name__)
@@ -116,51 +113,6 @@ def _watch(owner: weakref.ref[Helper], stop: threading.Event, device: torch.devi
                 return
             helper.poll()
             del helper
-
-
-_NAME = "zero_grad"
-
-
-class ZeroGrad:
-    """The `zero_grad` of one model. A copied or pickled model has one that does what torch's does.
-
-    Args:
-        model: Whose it is.
-        forget: Drops what was reduced, or sets it to zero if called with False.
-    """
-
-    def __init__(self, model: nn.Module, forget: Callable[[bool], None] | None = None) -> None:
-        self._model, self._forget = weakref.ref(model), forget
-        self._before = model.__dict__.get(_NAME)
-
-    def attach(self) -> None:
-        """Install this object as the model's `zero_grad`."""
-        model = self._model()
-        if model is not None:
-            model.__dict__[_NAME] = self
-
-    def detach(self) -> None:
-        """Restore the `zero_grad` that the model had before."""
-        model = self._model()
-        if model is None or model.__dict__.get(_NAME) is not self:
-            return
-        del model.__dict__[_NAME]
-        if self._before is not None:
-            model.__dict__[_NAME] = self._before
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        model = self._model()
-        if model is None:
-            return
-        if self._forget is not None:  # first: a stand-in has no values that could be set to zero
-            self._forget(set_to_none)
-        if self._before is None:
-            type(model).zero_grad(model, set_to_none)
-        else:
-            self._before(set_to_none)
-
-    def __reduce__(self) -> tuple[type[ZeroGrad], tuple[nn.Module | None]]:
-        return ZeroGrad, (self._model(),)
 
 
 def _nothing(param: Tensor) -> None:

@@ -22,7 +22,7 @@ from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.forward_backward import tensors_in
 
-__all__ = ["GradientNorms", "GradientShard", "ShardedGradient", "copy_into"]
+__all__ = ["GradientNorms", "GradientShard", "ShardedGradient", "copy_into", "dropped", "set_by_hand"]
 
 _FACES = {
     "shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "size", "dim", "numel", "nelement", "stride", "element_size",
@@ -476,4 +476,23 @@ def _refusal(name: str, given: Any) -> ShardedAccessError:
         code="sharded-gradient",
         fix="Use param.grad.full_tensor() on all ranks (a collective) for whole values, and param.grad.to_local() for this rank's elements; "
         "optimizer.measure_gradients() on all ranks measures norms again. param.grad.copy_(tensor) writes.",
+    )
+
+
+def dropped(of: str) -> ShardedAccessError:
+    """Return the error of a gradient that is used after it was dropped."""
+    return ShardedAccessError(
+        f"the gradient of {of} was used after it was dropped (zero_grad, param.grad = None)",
+        code="sharded-gradient-dropped",
+        fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
+    )
+
+
+def set_by_hand(names: Sequence[str], many: int) -> ShardedAccessError:
+    """Return the error of gradients, `many` in all, of which some were set to what cannot be copied into the sums."""
+    return ShardedAccessError(
+        f"param.grad of {', '.join(names[:5])} was set after a backward ({len(names)} of {many} gradients) to what cannot be copied into the "
+        "sum over the ranks: it waits for that sum, or the tensor has another shape or layout, or it is one of the optimizer's own groups",
+        code="sharded-gradient-set",
+        fix="Set param.grad of the model's parameters to None or to a whole tensor of their shape, after a backward outside of no_sync.",
     )

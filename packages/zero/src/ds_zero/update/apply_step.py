@@ -11,6 +11,7 @@ divided. With all others the gradients are multiplied first: one read and one wr
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ds_config.errors import PlanError
 from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_zero._torch import has_step_hooks, plain_step
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.optimizer_state import OptimizerState
-from ds_zero.update.wrapped_optimizer import WAITING, StepGuard, group_of
+from ds_zero.update.wrapped_optimizer import WAITING, group_of
 
-__all__ = ["Due", "Updater", "apply", "due_of", "scale_in_place", "scales_before_cast", "step_with"]
+__all__ = ["Due", "StepGuard", "Updater", "apply", "due_of", "scale_in_place", "scales_before_cast", "step_with"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,28 @@ def _step_divided(optimizer: Optimizer, divisor: float) -> None:
         optimizer.step()
     finally:
         del untyped.grad_scale, untyped.found_inf
+
+
+class StepGuard:
+    """A hook before `step` of an optimizer that was given to `shard`: called by anybody else than its owner, it would do nothing, with no word.
+
+    Args:
+        owner: Calls it while it is `updating`. Only a weak reference is kept.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = self._owner()
+        if owner is None or owner.inner is not optimizer or owner.updating:
+            return
+        raise PlanError(
+            f"step() of the {type(optimizer).__name__} that was given to `shard`: it has shards, whose gradients come in step() of the optimizer "
+            "that `shard` returned",
+            code="zero-inner-step",
+            fix="optimizer = ds_zero.shard(model, optimizer); with an engine call engine.step().",
+        )
 
 
 class Updater:

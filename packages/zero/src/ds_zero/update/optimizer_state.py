@@ -7,12 +7,10 @@ saved are those of logical tensors, see `reduction_groups.py`.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -32,7 +30,7 @@ from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.wrapped_optimizer import WAITING, owns_reduction, state_format
 
-__all__ = ["Fragment", "Fragments", "OptimizerState", "PartStates"]
+__all__ = ["Fragment", "Fragments", "OptimizerState", "PartStates", "offset_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class OptimizerState:
                     shard = logical.shard("optim", dtype, piece.interval, f"/{key}")
                 else:
                     # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
-                    of = "" if logical.whole else f"@{_offset(logical)}"
+                    of = "" if logical.whole else f"@{offset_text(logical)}"
                     shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
                 shards.append(LocalShard(shard, data.view(-1)))
         # By name, whether or not a unit was split: a snapshot on the nodes is filled in the order it was taken.
@@ -192,111 +190,13 @@ class OptimizerState:
         entries.clear()
         for stored, shape in wanted.items():
             key, _, offset = stored.partition("@")
-            if offset and offset != _offset(param):
+            if offset and offset != offset_text(param):
                 continue  # of another part of the logical tensor
             like = part.tensor.shape if not offset and shape == param.shape else torch.Size(shape)
             dtype = part.tensor.dtype if key == WAITING else state_format(self.inner, part.tensor, key)
             old = before.get(key)
             fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (like, dtype)
             entries[key] = old if fits else torch.zeros(like, dtype=dtype, device=part.tensor.device)
-
-    def entries(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """Return what torch has in a state dict, with this rank's elements: the state of each parameter by its place in the groups, and the groups.
-
-        Args:
-            names: Those of each group's parameters.
-        Returns: `state`, `param_groups`, and `intervals`: the elements of flattened parameters that this rank has, where that is not all of
-            them; such state is 1-D. Its tensors are the optimizer's own memory.
-        """
-        places = {name: place for place, name in enumerate(chain.from_iterable(names))}
-        state: dict[int, dict[str, Any]] = {}
-        intervals: dict[int, list[list[int]]] = {}
-        for unit in self.sharding.units:
-            parts: dict[tuple[int, str], list[Tensor]] = {}
-            for key, piece, data in self.pieces(unit):
-                whole = piece.shape and data.numel() == math.prod(piece.shape)
-                parts.setdefault((places[piece.name], key), []).append(data.view(piece.shape) if whole else data)
-            for (place, key), values in parts.items():
-                state.setdefault(place, {})[key] = values[0] if len(values) == 1 else torch.cat(values)
-            for name, held in self._held(unit).items():
-                if places.get(name) in state:
-                    intervals[places[name]] = held
-            for key, of in self._numbers(unit).items():
-                for name, number in of.items():
-                    state.setdefault(places[name], {})[key] = number
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [places[name] for name in members],
-            }
-            for group, members in zip(self.inner.param_groups, names, strict=True)
-        ]
-        return {"state": state, "param_groups": groups, "intervals": intervals}
-
-    def _held(self, unit: Unit) -> dict[str, list[list[int]]]:
-        """Return which elements of its parameters this rank has, without those that it has whole."""
-        held: dict[str, list[list[int]]] = {}
-        for piece in self.sharding.pieces(unit) if unit.parts else ():
-            if piece.interval.numel < math.prod(piece.shape):
-                held.setdefault(piece.name, []).append([piece.interval.start, piece.interval.stop])
-        return held
-
-    def load_entries(self, names: Sequence[Sequence[str]], state_dict: Mapping[str, Any]) -> None:
-        """Take back `state` of `entries`, or this rank's elements of whole tensors, as a plain optimizer's state dict has them.
-
-        Raises:
-            CheckpointError: other groups, other shapes, or other elements than this rank has ("zero-state-dict"); nothing is changed then.
-        """
-        lengths = [len(group["params"]) for group in state_dict["param_groups"]]
-        if lengths != [len(group) for group in names]:
-            raise _unfit(f"groups of {lengths} parameters, and this optimizer of {[len(group) for group in names]}")
-        places = {name: place for place, name in enumerate(chain.from_iterable(names))}
-        entries = {name: state_dict["state"].get(place, {}) for name, place in places.items()}
-        intervals = {name: state_dict.get("intervals", {}).get(place) for name, place in places.items()}
-        elements = {
-            key for of in entries.values() for key, value in of.items() if isinstance(value, Tensor) and value.dim()
-        }
-        tensors: dict[str, dict[str, Tensor]] = {}
-        stored: dict[str, tuple[int, ...]] = {}
-        for unit in [unit for unit in self.sharding.units if unit.spec.trained]:
-            held, keys = self._held(unit), list(state_dict.get("tensors", ()))
-            for info in unit.spec.params:
-                logical = self.sharding.logical[info.name]
-                # A scalar parameter of a plain optimizer has moments without dimensions.
-                of = {
-                    k: v
-                    for k, v in entries[info.name].items()
-                    if isinstance(v, Tensor) and (v.dim() or (not info.shape and k in elements))
-                }
-                for key, value in of.items():
-                    own = unit.layout.kind != "flat" and value.shape != info.shape and intervals[info.name] is None
-                    if not own and not _fits(value, info.shape, intervals[info.name], held.get(info.name)):
-                        raise _unfit(
-                            f"{tuple(value.shape)} of {key} of {info.name}, of which this rank has {held.get(info.name, info.shape)}"
-                        )
-                    part = f"@{_offset(logical)}" if own and not logical.whole else ""
-                    stored[f"optim/{logical.name}/{key}{part}"] = tuple(value.shape) if own else logical.shape
-                tensors[info.name], keys = of, list(of) or keys
-            for info in unit.spec.params:  # steps together with others, and this rank has none of its elements
-                if entries[info.name] and not tensors[info.name]:
-                    logical = self.sharding.logical[info.name]
-                    stored.update((f"optim/{logical.name}/{key}", logical.shape) for key in keys)
-        self.materialize(stored)
-        for unit in self.sharding.units:
-            ends: dict[tuple[str, str], int] = {}
-            for key, piece, data in self.pieces(unit):
-                value = tensors[piece.name][key].reshape(-1)
-                start = piece.interval.start if intervals[piece.name] is None else ends.get((piece.name, key), 0)
-                start = start if value.numel() > data.numel() else 0
-                data.view(-1).copy_(value[start : start + data.numel()])
-                ends[piece.name, key] = start + data.numel()
-        numbers: dict[str, dict[str, float]] = {}
-        for name, of in tensors.items():
-            for key in entries[name].keys() - of.keys():
-                value = entries[name][key]
-                number = value.item() if isinstance(value, Tensor) else value
-                numbers.setdefault(key, {})[self.sharding.logical[name].name] = number
-        self.load_scalars(numbers)
 
     def split(self, unit: Unit) -> None:
         """Give every parameter of a unit its own part, with its share of the state so far."""
@@ -399,7 +299,7 @@ class OptimizerState:
         """Step counts and the like: key -> parameter -> number, of all ranks. Collective."""
         local_scalars: dict[str, dict[str, float]] = {}
         for unit in self.sharding.units:
-            for key, of in self._numbers(unit).items():
+            for key, of in self.numbers(unit).items():
                 for name, number in of.items():
                     plain = number.item() if isinstance(number, Tensor) else number
                     local_scalars.setdefault(key, {})[self.sharding.logical[name].name] = plain
@@ -410,7 +310,7 @@ class OptimizerState:
                 merged.setdefault(key, {}).update(values)
         return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
 
-    def _numbers(self, unit: Unit) -> dict[str, dict[str, Any]]:
+    def numbers(self, unit: Unit) -> dict[str, dict[str, Any]]:
         """Return numbers of a unit's state, as the optimizer keeps them: key -> parameter -> number."""
         numbers: dict[str, dict[str, Any]] = {}
         for part in unit.parts:
@@ -455,23 +355,7 @@ def _assemble(fragments: list[Fragment], name: str, group: Group) -> dict[str, T
     return whole
 
 
-def _fits(value: Tensor, shape: tuple[int, ...], saved: list[list[int]] | None, held: list[list[int]] | None) -> bool:
-    """Whether a saved state is that of a whole parameter, or of the elements that this rank has."""
-    if saved is None:
-        return value.shape == shape or (not shape and value.numel() == 1)
-    return list(map(list, saved)) == held and value.shape == (sum(stop - start for start, stop in saved),)
-
-
-def _unfit(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the state dict has {what}",
-        code="zero-state-dict",
-        fix="Load it with the model, groups, stage and ranks it is of, or a plain optimizer's whole one. To go on with others, save "
-        "optimizer.shards() with ds_ckpt.save, and optimizer.common_state_dict() beside them.",
-    )
-
-
-def _offset(param: Logical) -> str:
+def offset_text(param: Logical) -> str:
     """Return where a parameter begins in its logical tensor, as names of its state say it."""
     return ",".join(map(str, param.box.offset))
 

@@ -25,19 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import ds_comm as comm
 from ds_comm import LocalShard
-from ds_config.errors import CheckpointError, PlanError
+from ds_config.errors import PlanError
 from ds_zero.layout.dtypes_plan import ScaleState, next_scale
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.attributes import GradientAccess
-from ds_zero.runtime.gradient_norms import GradientAgreement
-from ds_zero.runtime.reduce_runtime import ZeroGrad
+from ds_zero.runtime.gradient_norms import GradientAccess, GradientAgreement
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.runtime.suspend import KINDS
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.apply_step import Updater, apply, due_of, scale_in_place
+from ds_zero.runtime.zero_grad import ZeroGrad
+from ds_zero.update.apply_step import StepGuard, Updater, apply, due_of, scale_in_place
 from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
@@ -49,12 +47,11 @@ from ds_zero.update.rank_agreement import (
     option_settings,
     weight_of,
 )
+from ds_zero.update.state_dict import OptimizerStateDict
 from ds_zero.update.weight_views import WeightViews, not_published
 from ds_zero.update.wrapped_optimizer import (
-    StepGuard,
     check_inner,
     check_members,
-    class_name_of,
     owns_reduction,
     traits_of,
 )
@@ -226,7 +223,7 @@ class ShardedOptimizer(Optimizer):
         scalars["scalars"] = {
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
-        self._load(scalars)
+        self._saved.load(scalars)
         self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
@@ -515,7 +512,7 @@ class ShardedOptimizer(Optimizer):
 
     def is_saved_class(self, state_dict: Mapping[str, Any]) -> bool:
         """Whether `state_dict` is of an optimizer of this class; a dict that does not say is taken for one."""
-        return state_dict.get("class") in (None, class_name_of(self.inner))
+        return self._saved.is_class(state_dict)
 
     def synchronise(self) -> None:
         """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
@@ -538,33 +535,17 @@ class ShardedOptimizer(Optimizer):
         `intervals` says which. They are the optimizer's own memory until its next step: copy them to keep them. For a number of ranks, a
         stage or groups that are others at the load, save `shards` with ds-ckpt.
         """
-        common = self.common_state_dict()
-        return {**common, **self.state_store.entries(self._names)}
+        return {**self.common_state_dict(), **self._saved.entries()}
 
     def common_state_dict(self) -> dict[str, Any]:
         """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able. Collective."""
         self.sharding.check_open("state_dict()")
         self.ahead.take_back_all()
-        return {
-            "format": 1,
-            "class": class_name_of(self.inner),
-            "groups": self.state_store.groups(),
-            "scalars": self.state_store.scalars(),
-            "loss_scale": None if self._scale is None else asdict(self._scale),
-            "names": self._all_names(),  # for others that keep states by their place in a group
-            "tensors": self.state_store.keys(),  # what `shards` has besides
-            **self.updater.state_dict(),
-        }
+        return {**self._saved.common(), "loss_scale": None if self._scale is None else asdict(self._scale)}
 
-    def _all_names(self) -> list[list[str]]:
-        """Return the parameter names of each group, with those of other pipeline stages and of other ranks' experts; the same on every rank."""
-        everyone = self.sharding.everyone
-        if everyone.ranks == self.sharding.group.ranks and len(self.sharding.families) == 1:
-            return self._names
-        known = self.sharding.logical
-        local_names = [[known[name].name if name in known else name for name in group] for group in self._names]
-        gathered = comm.all_gather_json(local_names, everyone, unit="state_dict")
-        return [list(dict.fromkeys(name for groups in gathered for name in groups[i])) for i in range(len(local_names))]
+    @property
+    def _saved(self) -> OptimizerStateDict:
+        return OptimizerStateDict(self.state_store, self.updater, self._names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` or a plain optimizer's `state_dict` gave, or `common_state_dict`: at any world size or stage; tensors come through `shards`, before.
@@ -578,49 +559,15 @@ class ShardedOptimizer(Optimizer):
                 loaded ("zero-state-missing"); nothing is changed then.
         """
         self.sharding.check_open("load_state_dict()")
-        if "param_groups" in state_dict and "state" in state_dict:
-            self._load_entries(state_dict)
-            return
-        keys = state_dict.get("tensors") or ()
-        if keys and any(unit.parts for unit in self.sharding.units) and not self.state_store.has_any(keys):
-            raise CheckpointError(
-                f"state_dict() of an optimizer whose state has {', '.join(keys)} of each parameter, and this one has none of them: such tensors "
-                "are in shards, and not in a state_dict",
-                code="zero-state-missing",
-                fix="Save optimizer.shards() with ds_ckpt.save; before load_state_dict call optimizer.materialize(shapes) and ds_ckpt.load(path, "
-                "optimizer.shards()).",
-            )
-        self._load(state_dict)
-
-    def _load_entries(self, state_dict: Mapping[str, Any]) -> None:
         self.ahead.take_back_all()
-        self._check_class(state_dict)
-        places = enumerate(name for group in self._names for name in group)
-        self.keep_state_of(
-            {self.sharding.logical[name].name for place, name in places if state_dict["state"].get(place)}
-        )
-        self.state_store.load_entries(self._names, state_dict)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]]
-        self._load({"scalars": {}, **state_dict, "groups": groups})
-
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
-        self.ahead.take_back_all()
-        self._check_class(state_dict)
-        self.state_store.load_groups(state_dict["groups"])
-        self.state_store.load_scalars(state_dict["scalars"])
-        for unit in self.sharding.units:
-            unit.gradients.way.rescale(0.0)
-        self.updater.load_state_dict(state_dict)
+        saved = self._saved
+        saved.check(state_dict)
+        if saved.has_tensors(state_dict):
+            self.keep_state_of(saved.names_in(state_dict))
+            saved = self._saved  # planned anew, perhaps
+        saved.load(state_dict)
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])
-
-    def _check_class(self, state_dict: Mapping[str, Any]) -> None:
-        if not self.is_saved_class(state_dict):
-            raise CheckpointError(
-                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
-                code="optimizer-class",
-                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters, which are in none, and plan the units anew. Collective, between steps; cost: as `replan`.

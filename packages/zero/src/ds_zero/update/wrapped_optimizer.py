@@ -8,7 +8,6 @@ one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
@@ -29,7 +28,6 @@ from ds_zero.update.probe import CannotStepError, ask, shapes_of
 
 __all__ = [
     "WAITING",
-    "StepGuard",
     "check_early",
     "check_inner",
     "check_members",
@@ -40,28 +38,6 @@ __all__ = [
     "state_format",
     "traits_of",
 ]
-
-
-class StepGuard:
-    """A hook before `step` of an optimizer that was given to `shard`: called by anybody else than its owner, it would do nothing, with no word.
-
-    Args:
-        owner: Calls it while it is `updating`. Only a weak reference is kept.
-    """
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        owner = self._owner()
-        if owner is None or owner.inner is not optimizer or owner.updating:
-            return
-        raise PlanError(
-            f"step() of the {type(optimizer).__name__} that was given to `shard`: it has shards, whose gradients come in step() of the optimizer "
-            "that `shard` returned",
-            code="zero-inner-step",
-            fix="optimizer = ds_zero.shard(model, optimizer); with an engine call engine.step().",
-        )
 
 
 WAITING = "zenflow_sum"
