@@ -67,7 +67,6 @@ REFUSED = {
     "save": lambda m, o: torch.save(m.a.weight.grad, io.BytesIO()),
     "another parameter's": lambda m, o: m.a.weight.grad + m.b.bias.grad,
     "another optimizer": lambda m, o: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False).step(),
-    "the inner optimizer": lambda m, o: o.inner.step(),
 }
 
 
@@ -85,6 +84,9 @@ def test_what_needs_other_ranks_raises_by_name(stage):
     backward(model)
     for use in REFUSED.values():
         refused(use, model, optimizer)
+    with pytest.raises(PlanError) as caught:
+        optimizer.inner.step()
+    assert caught.value.code == "zero-inner-step"
     norm = float(model.a.weight.grad.norm())
     model.a.weight.grad.clamp_(-1e-3, 1e-3)
     refused(lambda m, o: m.a.weight.grad.norm(), model, optimizer)  # not known after a write that was no factor
