@@ -19,6 +19,7 @@ KINDS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "plain SGD": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.3),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "ops AdamW": lambda params: ds_ops.optim.AdamW(params, lr=1e-2),
     "8 bit": lambda params: ds_ops.optim.AdamW8bit(params, lr=1e-2),
@@ -93,16 +94,22 @@ def test_a_state_is_put_back_in_the_run_and_into_another_one(kind: str, stage: i
     assert all(map(torch.equal, weights_of(other), expected))
 
 
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "Adagrad"])
 @world(2)
-def test_a_plain_optimizers_state_goes_on_in_shards(kind: str, stage: int) -> None:
+def test_a_plain_optimizers_state_goes_on_in_shards(kind: str, stage: int, before: bool) -> None:
+    """Loaded before the model is sharded, or after."""
     twin = Net()
     plain = KINDS[kind](twin.parameters())
     train(twin, plain, range(2), [0, 1])
-    net = copy.deepcopy(twin)
-    optimizer = ds_zero.shard(net, KINDS[kind](net.parameters()), stage=stage, policy=CUT)
-    optimizer.load_state_dict(saved(plain.state_dict()))
+    net, state = copy.deepcopy(twin), saved(plain.state_dict())
+    own = KINDS[kind](net.parameters())
+    if before:
+        own.load_state_dict(state)
+    optimizer = ds_zero.shard(net, own, stage=stage, policy=CUT)
+    if not before:
+        optimizer.load_state_dict(state)
     train(net, optimizer, range(2, 5), [dist.get_rank()])
     train(twin, plain, range(2, 5), [0, 1])
     for ours, theirs in zip(weights_of(net), twin.parameters(), strict=True):

@@ -47,7 +47,7 @@ from ds_zero.update.rank_agreement import (
     option_settings,
     weight_of,
 )
-from ds_zero.update.state_dict import OptimizerStateDict
+from ds_zero.update.state_dict import OptimizerStateDict, state_before
 from ds_zero.update.weight_views import WeightViews, not_published
 from ds_zero.update.wrapped_optimizer import (
     check_inner,
@@ -113,12 +113,16 @@ class ShardedOptimizer(Optimizer):
         self._habits = self._traits(options)
         self._scale: ScaleState | None = None
         self.updater = Updater(inner)
+        before = state_before(inner)
         self._cut(model, options, self._habits)
         if self.sharding.precision.scale:
             self._scale = self.sharding.precision.scale.start()
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
         owned = any(g["params"] for g in inner.param_groups)
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
+        for group in inner.param_groups:  # as torch has done where this rank owns something
+            for key, value in inner.defaults.items():
+                group.setdefault(key, value)
         inner.state = PartStates(inner.state, self._is_sharded)
         self.param_groups, self.state = inner.param_groups, inner.state
         if options.updates is not None:
@@ -126,6 +130,8 @@ class ShardedOptimizer(Optimizer):
         self.ahead = Ahead(self.sharding, self, Outlook())
         self._views = WeightViews(inner, self._bring_back, self.refresh)
         vars(self).update(self._views.switches)
+        if before["state"]:
+            self.load_state_dict(before)
 
     def _traits(self, options: ShardOptions) -> dict[int, OptimizerTraits]:
         more = 0 if options.updates is None else options.updates.states

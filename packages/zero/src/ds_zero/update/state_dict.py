@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_config.errors import CheckpointError
@@ -18,7 +19,7 @@ from ds_zero.update.apply_step import Updater
 from ds_zero.update.optimizer_state import OptimizerState, offset_text
 from ds_zero.update.wrapped_optimizer import class_name_of
 
-__all__ = ["OptimizerStateDict"]
+__all__ = ["OptimizerStateDict", "state_before"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,20 @@ class OptimizerStateDict:
                 value = entries[name][key]
                 numbers.setdefault(key, {})[known[name].name] = value.item() if isinstance(value, Tensor) else value
         self.store.load_scalars(numbers)
+
+
+def state_before(optimizer: Optimizer) -> dict[str, Any]:
+    """Return a plain optimizer's `state` and `param_groups`, as its `state_dict` has them; that one imports the compiler."""
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    places = count()
+    for group in optimizer.param_groups:
+        numbers = [next(places) for _ in group["params"]]
+        state |= {
+            n: dict(optimizer.state[p]) for n, p in zip(numbers, group["params"], strict=True) if p in optimizer.state
+        }
+        groups.append({**group, "params": numbers})
+    return {"state": state, "param_groups": groups}
 
 
 def _tensors_in(
