@@ -166,6 +166,20 @@ def test_the_configuration_says_how_large_sub_groups_are(tmp_path):
     _same(open_deepspeed(tmp_path, allow_pickle=True), source)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("young", ["a", "b"])
+def test_groups_that_stepped_less_or_never(tmp_path, stage, young):
+    """Of a model that was thawed group by group."""
+    source = _state(dict.fromkeys("abc", (4, 3)), groups=[("a",), ("b",), ("c",)])
+    steps = source.meta["optimizer"]["scalars"]["step"]
+    steps[young] = 1.0
+    del steps["c"]
+    entries = {name: entry for name, entry in source.entries.items() if not name.startswith("optim/c/")}
+    source = type(source)(entries, source.aliases, source.meta | {"frozen": []})
+    write_regular(source, tmp_path, "t", Regular(stage, 2), allow_pickle=True)
+    _same(open_deepspeed(tmp_path, allow_pickle=True), source)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_models_keep_their_master_copies(tmp_path, dtype):
     scale = {"scale": 512.0, "tolerance": 1, "step": 9, "last_overflow": 4}

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -410,17 +412,19 @@ def _stage3(
     world, offset = len(flat), 0
     every = {name: shape for group in shapes for name, shape in group.items()}
     states = [[_group_state(inner[rank]["state"], i) for i in range(len(flat[rank]))] for rank in range(world)]
-    keys = [k for k, v in states[0][0].items() if isinstance(v, Tensor) and v.dim()] if states[0] else []
-    scalars = [k for k in (states[0][0] if states[0] else {}) if k not in keys]
+    ends = list(accumulate(part.numel() for part in flat[0]))
     for name, shape in every.items():
         each = -(-torch.Size(shape).numel() // world)
         pieces = [p for rank in range(world) for p in _across(flat[rank], offset, each)]
         _add(collected, name, tuple(shape), pieces)
-        for key in keys:
-            parts = [p for rank in range(world) for p in _across([s[key] for s in states[rank]], offset, each)]
-            _add(collected, name, tuple(shape), parts, key)
-        for key in scalars:
-            collected.scalars.setdefault(key, {})[name] = float(states[0][0][key])
+        own = states[0][min(bisect_right(ends, offset), len(ends) - 1)] if ends else {}
+        for key, value in own.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                collected.scalars.setdefault(key, {})[name] = float(value)
+                continue
+            # Other groups may not have this state; their place is taken by their numbers, which are not read.
+            rows = [[of.get(key, part) for of, part in zip(states[r], flat[r], strict=True)] for r in range(world)]
+            _add(collected, name, tuple(shape), [p for row in rows for p in _across(row, offset, each)], key)
         offset += each
     have = sum(part.numel() for part in flat[0])
     if offset > have:
