@@ -134,8 +134,7 @@ class Engine(nn.Module):
         with self._telemetry.phase("forward", self.module), self._as_planned():
             args, kwargs = to_device(args, self.device, dtype), to_device(kwargs, self.device, dtype)
             if self.module.training and torch.is_grad_enabled():
-                if self.optimizer is not None:
-                    self.optimizer.follow_requires_grad()
+                self._follow_requires_grad(bool)
                 self._health.forward(args, kwargs)
                 if self._unchecked and not self._compilation.active:
                     check_parts(self.module, kwargs, self.mesh["sequence"], args)
@@ -221,10 +220,10 @@ class Engine(nn.Module):
             PlanError: called between the microbatches of a step ("engine-call-order"); no data ("data-missing").
             StopIteration: `data_iter` ended within the step, whose gradients are dropped.
         """
-        optimizer = self._trains("train_batch")
+        self._trains("train_batch")
         self._intact("train_batch")
         self._between_steps("train_batch() was called")
-        optimizer.follow_requires_grad(anywhere(self.mesh) if self._thaws else bool)
+        self._follow_requires_grad(anywhere(self.mesh) if self._thaws else bool)
         data = self._feed.stream(data_iter)
         try:
             self._executor.train(self.plan.program.ranks[self.mesh["pipe"].rank], data, self._passes())
@@ -629,6 +628,12 @@ class Engine(nn.Module):
     def _groups(self, what: str) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = self._trains(what).param_groups
         return groups
+
+    def _follow_requires_grad(self, anywhere: Callable[[bool], bool]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.follow_requires_grad(anywhere)
+            if self.plan.zero is not self.sharding.plan:  # units were planned anew
+                self.plan = replace(self.plan, zero=self.sharding.plan)
 
     def _between_steps(self, what: str) -> None:
         if self._position:

@@ -169,6 +169,7 @@ def test_a_group_is_added_to_the_optimizer_that_was_given(stage: int) -> None:
             (loss_of(plain, batch(step, 0, rank)) / RANKS).backward()
         twin.step()
         twin.zero_grad()
+    assert {p.group for unit in engine.plan.zero.units for p in unit.spec.params if p.group is not None} == {0, 1, 2, 3}
     with GatheredParameters(net):
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
