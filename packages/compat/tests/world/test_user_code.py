@@ -375,3 +375,17 @@ def test_loops_set_the_counters(stage: int) -> None:
     assert micro() == (False, 10, 1)
     assert (engine.global_samples, engine.skipped_steps) == (104, 1)
     engine.destroy()
+
+
+@world(2)
+def test_the_format_of_communication_is_set_to_what_it_is() -> None:
+    import deepspeed
+
+    model = nn.ModuleList([Counting().bfloat16(), nn.Linear(2, 2).requires_grad_(False)])
+    engine, *_ = deepspeed.initialize(model=model, config=settings(0))
+    assert engine.communication_data_type == torch.float32
+    engine.communication_data_type = torch.bfloat16  # as qlora-pipe and diffusion-pipe do
+    assert engine.communication_data_type == torch.bfloat16
+    with pytest.raises(ValueError, match=r"travel in torch\.bfloat16"):
+        engine.communication_data_type = torch.float32
+    engine.destroy()

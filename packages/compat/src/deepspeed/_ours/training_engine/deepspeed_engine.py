@@ -15,6 +15,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
@@ -91,6 +92,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         super().__init__(plan, components)
         self._config = DeepSpeedConfig({} if config is None else config, plan=plan)
         self._boundary: bool | None = None
+        self._communication: torch.dtype | None = None
         self._open: str | None = None
         self._scaled = False
         self._monitor: MonitorMaster | None = None
@@ -127,6 +129,18 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         position, counters = self._position, asdict(self.counters) | {field: int(value)}
         self.set_progress(counters | {"taken": self._feed.consumed})
         self._position = counters["micro_steps"] % len(self._backwards) if field == "micro_steps" else position
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The format that the configuration says gradients travel in; that of its precision where it says none."""
+        return self._communication or self.plan.precision.reduce or self.get_data_types()[0]
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype | None) -> None:
+        travel = {unit.dtypes.reduce for unit in self.sharding.units if unit.spec.trained}
+        if dtype is not None and self.mesh["gradient"].size > 1 and not travel <= {dtype}:
+            raise refused("communication-set", dtype, " and ".join(sorted(map(str, travel))))
+        self._communication = dtype
 
     def optimizer_name(self) -> str | None:
         """Name the optimizer: the class of the caller's, else the configuration's type in lower case."""
