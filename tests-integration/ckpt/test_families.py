@@ -64,7 +64,7 @@ def groups():
 
 
 def save(optimizer, path):
-    ds_ckpt.save(path, optimizer.shards(), {"optimizer": optimizer.state_dict()})
+    ds_ckpt.save(path, optimizer.shards(), {"optimizer": optimizer.common_state_dict()})
 
 
 def load(optimizer, path):

@@ -64,7 +64,7 @@ class Run:
         return loss.item()
 
     def save(self, path, **meta):
-        ds_ckpt.save(path, self.optimizer.shards(), {"optimizer": self.optimizer.state_dict(), **meta})
+        ds_ckpt.save(path, self.optimizer.shards(), {"optimizer": self.optimizer.common_state_dict(), **meta})
 
     def load(self, path):
         self.optimizer.materialize({name: t.shape for name, t in ds_ckpt.inspect(path).tensors.items()})
