@@ -174,3 +174,30 @@ def test_a_group_is_added_to_the_optimizer_that_was_given(stage: int) -> None:
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(RANKS)
+def test_a_graph_waits_while_a_layer_is_thawed(stage: int) -> None:
+    """Units are planned anew between two forwards of one loss."""
+    net, plain = layers(), layers()
+    set_all((net, plain), [False, True, True, True])
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = ds_engine.initialize(model=net, optimizer=optimizer_of(net, [0, 1, 2, 3]), config=config)[0]
+    twin = optimizer_of(plain, [0, 1, 2, 3])
+    for step in range(3):
+        first, others = (
+            loss_of(engine, batch(step, 0, dist.get_rank())),
+            [loss_of(plain, batch(step, 0, r)) for r in range(RANKS)],
+        )
+        if step == 1:
+            set_all((net, plain), [True] * 4)
+        engine.backward(first + loss_of(engine, batch(step, 1, dist.get_rank())))
+        engine.step()
+        (sum(one + loss_of(plain, batch(step, 1, r)) for r, one in enumerate(others)) / RANKS).backward()
+        twin.step()
+        twin.zero_grad()
+    with GatheredParameters(net):
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    engine.close()
