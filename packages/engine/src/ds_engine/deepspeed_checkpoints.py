@@ -32,7 +32,7 @@ from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_engine.client_states import encode_client_state
 from ds_engine.plan import Plan
-from ds_pipe import PipelineModule, TiedLayerSpec
+from ds_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_zero import STAGES, ShardedOptimizer
 
 __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
@@ -133,12 +133,23 @@ def layout_of(plan: Plan, group: Group, model: nn.Module) -> Regular:
             fix="Leave checkpoint.layout out, or use a schedule with one stage a rank: 1f1b, gpipe, zb-h1, zb-h2.",
         )
     tied: dict[str, list[int]] = {}
+    functions = []
     for number, layer in enumerate(model.specs):
         if isinstance(layer, TiedLayerSpec):
             tied.setdefault(layer.key, []).append(number)
+        if not isinstance(layer, LayerSpec | nn.Module) or (isinstance(layer, TiedLayerSpec) and layer.forward_fn):
+            functions.append(number)
     shared = tuple((key, tuple(numbers)) for key, numbers in tied.items())
     place = model.places.topology.get_rank_repr(group.ranks[group.rank])
-    return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), place=place, tied=shared)
+    return replace(
+        cut,
+        stage=1,
+        pipeline=model.parts[:-1],
+        layers=len(model.specs),
+        functions=tuple(functions),
+        place=place,
+        tied=shared,
+    )
 
 
 def _draft_of(tag: str) -> str:

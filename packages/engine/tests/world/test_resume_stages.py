@@ -128,6 +128,27 @@ def test_a_tied_layer_with_untied_parts_goes_on_on_any_stages(
 
 
 @world(2)
+def test_functions_of_a_pipeline_have_no_files(tmp_path: Path) -> None:
+    """As Megatron-DeepSpeed's: its tools take the first file for the embedding's, and the last for the norm's."""
+    layers = [
+        torch.abs,
+        TiedLayerSpec("embed", Embedding),
+        nn.Tanh(),
+        TiedLayerSpec("embed", Embedding, forward_fn=head),
+    ]
+    model = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=loss_fn)
+    engine = start(model, settings(1, checkpoint={"layout": "deepspeed"}))
+    trained(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="one")
+    expected = trained(engine, 1, 1)
+    names = sorted(path.name for path in (tmp_path / "one").glob("layer_*"))
+    assert names == ["layer_01-model_states.pt", "layer_02-model_states.pt"]
+    engine.load_checkpoint(tmp_path, tag="one")
+    assert trained(engine, 1, 1) == expected
+    engine.close()
+
+
+@world(2)
 def test_files_without_zero_name_tied_layers_by_their_numbers(tmp_path: Path) -> None:
     """As DeepSpeed writes them: only the first of the layers that share a key is there."""
     asked = settings(0, checkpoint={"layout": "ds"})

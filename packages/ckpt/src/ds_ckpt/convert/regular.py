@@ -286,7 +286,8 @@ class _RankFileWriter:
     def _layers(self) -> None:
         if not self.layout.pipeline:
             return
-        layers: dict[int, dict[str, Any]] = {number: {} for number in self.layers}  # DeepSpeed needs empty ones, too
+        # DeepSpeed needs those of modules without tensors, too; its tools take the first file for the embedding's.
+        layers: dict[int, dict[str, Any]] = {n: {} for n in self.layers if n not in self.layout.functions}
         for key in self.source.entries:
             kind, _, name = key.partition("/")
             if kind in ("param", "buffer") and name in self.names:

@@ -36,6 +36,7 @@ class Regular:
         experts: Ranks that share the experts of a layer (`ep_size`).
         pipeline: The first layer of each pipeline stage, starting with 0; () without a pipeline.
         layers: Of the pipeline, all stages together; 0: up to the last that has parameters.
+        functions: Numbers of the layers that are functions, uses of a tied layer by one among them: DeepSpeed has no files of those.
         place: What the topology adds to the names of layers' files: `model_00` where it has an axis of tensor slices, of one rank here.
         tied: Keys of tied layers with the numbers of the layers that share their parameters, `tied_modules.KEY.*`.
         sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
@@ -53,6 +54,7 @@ class Regular:
     experts: int = 1
     pipeline: tuple[int, ...] = ()
     layers: int = 0
+    functions: tuple[int, ...] = ()
     place: str = ""
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     sub_group_size: int | None = None
