@@ -36,7 +36,12 @@ def made(section: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
         ({"type": "adam", "params": {"adam_w_mode": False}}, ds_ops.optim.Adam, {"eps": 1e-8}),
         ({"type": "AdamW", "params": {"adam_w_mode": False}}, ds_ops.optim.AdamW, {"betas": (0.9, 0.999)}),
         ({"type": "AdamW", "params": {"bias_correction": False}}, ds_ops.optim.AdamW, {"bias_correction": False}),
-        ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW, {"amsgrad": False}),
+        (
+            {"type": "AdamW", "params": {"torch_adam": True}},
+            torch.optim.AdamW,
+            {"amsgrad": False, "weight_decay": 0.01},
+        ),
+        ({"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0}}, torch.optim.AdamW, {"weight_decay": 0.0}),
         ({"type": "Adam", "params": {"amsgrad": True, "adam_w_mode": False}}, torch.optim.Adam, {"amsgrad": True}),
         ({"type": "Adagrad", "params": {"eps": 1e-5}}, ds_ops.optim.Adagrad, {"lr": 1e-2, "eps": 1e-5}),
         ({"type": "lion", "params": {"betas": [0.8, 0.9]}}, ds_ops.optim.Lion, {"betas": (0.8, 0.9)}),

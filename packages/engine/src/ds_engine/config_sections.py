@@ -97,7 +97,9 @@ class AdamParams(_StateParams):
     amsgrad: bool = Field(
         default=False, description="Divide by the largest second mean so far; torch's implementation."
     )
-    torch_adam: bool = Field(default=False, description="Use torch's implementation.")
+    torch_adam: bool = Field(
+        default=False, description="Use torch's implementation, with its default of weight_decay: 0.01 of AdamW."
+    )
     fused: bool = Field(
         default=False,
         description="With torch's implementation: its fused one. Ours updates all tensors at once anyway.",

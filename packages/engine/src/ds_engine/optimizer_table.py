@@ -56,6 +56,8 @@ def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
     values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay, "maximize": p.maximize}
     if p.amsgrad or p.torch_adam:
         torchs = {"amsgrad": p.amsgrad} | ({"fused": True} if p.fused else {})  # False would forbid foreach, too
+        if p.torch_adam and "weight_decay" not in p.model_fields_set:
+            del values["weight_decay"]  # its default is torch's then: 0.01 of AdamW
         return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | torchs
     kind = ds_ops.optim.AdamW if decoupled else ds_ops.optim.Adam
     return kind, values | states | {"bias_correction": p.bias_correction}
