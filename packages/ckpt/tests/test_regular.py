@@ -281,6 +281,24 @@ def test_tied_layers_of_a_pipeline_are_with_all_that_share_them(tmp_path):
     assert all(torch.equal(back.entries[key].read(), entry.read()) for key, entry in source.entries.items())
 
 
+def test_untied_parts_of_tied_layers_are_each_stages_own(tmp_path):
+    """DeepSpeed calls the copies on all stages alike; here that of layer 3 is called so. Functions have no files."""
+    word, place, copy = "tied_modules.e.word", "tied_modules.e.place", "3.place"
+    shapes = {word: (3,), place: (2,), "1.bias": (2,), copy: (2,), "2.bias": (4,)}
+    source = _state(shapes, groups=[(word, place, "1.bias", "2.bias", copy)])
+    source = type(source)(source.entries, {}, source.meta)
+    layout = Regular(1, 1, pipeline=(0, 2), layers=4, tied=(("e", (0, 3)),), functions=(3,))
+    path = write_regular(source, tmp_path, "t", layout, allow_pickle=True)
+    states = [torch.load(path / f"mp_rank_0{s}_model_states.pt", weights_only=True) for s in (0, 1)]
+    assert [list(state["param_shapes"][0]) for state in states] == [[word, place, "1.bias"], [word, place, "2.bias"]]
+    assert sorted(p.name for p in path.glob("layer_*")) == [f"layer_0{n}-model_states.pt" for n in range(3)]
+    back = open_deepspeed(tmp_path, allow_pickle=True)
+    assert back.entries.keys() == {key for key in source.entries if copy not in key}
+    assert all(torch.equal(entry.read(), source.entries[key].read()) for key, entry in back.entries.items())
+    (left_out,) = back.meta["left_out"]
+    assert left_out.startswith(place)
+
+
 def test_layer_files_that_are_numbered_by_a_tensor_axis_of_one_are_read(tmp_path):
     source = _state({"0.weight": (3,), "1.weight": (4,)})
     source = type(source)(source.entries, {}, source.meta)

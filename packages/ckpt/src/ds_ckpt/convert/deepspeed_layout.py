@@ -154,15 +154,34 @@ def _collected(
     collected = _Found()
     stages = {mp: by_mp[mp] for mp in files.stages_of(*tensor_rank)}
     _layers_and_experts(collected, files.parts_of(*tensor_rank), [states[0] for states in stages.values()])
+    tied: dict[str, TensorEntry] = {}
     for mp, states in stages.items():
         _module(collected, states)
-        if universal:
-            continue
-        if ranks := [load_pt(file)["optimizer_state_dict"] for file in files.optims.get(mp, ())]:
+        if not universal and (ranks := [load_pt(file)["optimizer_state_dict"] for file in files.optims.get(mp, ())]):
             _optimizer(collected, states, ranks)
-        elif states[0].get("optimizer") is not None:
+        elif not universal and states[0].get("optimizer") is not None:
             _replicated(collected, states[0]["optimizer"], groups if len(stages) == 1 else None)
+        _keep_first(collected, tied, states[0], mp)
     return collected
+
+
+def _keep_first(collected: _Found, tied: dict[str, TensorEntry], state: Mapping[str, Any], mp: int) -> None:
+    """Take what is of a tied layer from the first stage that has one, and name what is another on stage `mp`: its copy of an untied part.
+
+    DeepSpeed calls the copies alike. `tied` has what earlier stages said, and is added to.
+    """
+    shapes = [*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}]
+    for name in sorted({name for group in shapes for name in group if name.startswith(TIED)}):
+        first, entry = tied.get(f"param/{name}"), collected.entries.get(f"param/{name}")
+        if first is None or entry is None:
+            tied |= {
+                key: found
+                for key, found in collected.entries.items()
+                if key == f"param/{name}" or key.rpartition("/")[0] == f"optim/{name}"
+            }
+        elif not torch.equal(first.read(), entry.read()):
+            collected.left_out.append(f"{name} of model-parallel rank {mp}, another than that of the first")
+    collected.entries |= tied
 
 
 def _joins(

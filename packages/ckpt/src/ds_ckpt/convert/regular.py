@@ -89,12 +89,14 @@ def write_regular(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What one model-parallel rank has: names, the optimizer groups, what else the meta knows of those, layer numbers."""
+    """What one model-parallel rank has: names, the optimizer groups, what else the meta knows of those, layer numbers, and DeepSpeed's
+    names of its copies of untied parts of tied layers."""
 
     names: set[str]
     groups: list[list[str]]
     known: list[Json]
     layers: range
+    copies: Mapping[str, str]
 
 
 class _RankFileWriter:
@@ -103,6 +105,7 @@ class _RankFileWriter:
     def __init__(self, source: TensorSource, layout: Regular, folder: Path, stage: _Stage) -> None:
         self.source, self.layout, self.folder = source, layout, folder
         self.names, self.groups, self.known, self.layers = stage.names, stage.groups, stage.known, stage.layers
+        self.copies = stage.copies
         self.trained = {n for group in stage.groups for n in group}
         self.unused = {n for group in never_stepped(source) for n in group}
         self.meta, self.optimizer = source.meta, dict(source.meta.get("optimizer") or {})
@@ -228,12 +231,15 @@ class _RankFileWriter:
         moe = _experts_of(n for names in self.groups for n in names)
         return {
             "module": None if piped else self._module(partitioned),
-            "buffer_names": [key.partition("/")[2] for key in self.source.entries if self._has(key, "buffer")],
+            "buffer_names": [
+                self._named(key.partition("/")[2]) for key in self.source.entries if self._has(key, "buffer")
+            ],
             "optimizer": None,
             "param_shapes": self._shapes(),
-            "frozen_param_shapes": {n: torch.Size(self.source.entries[f"param/{n}"].shape) for n in frozen} or None,
+            "frozen_param_shapes": {self._named(n): torch.Size(self.source.entries[f"param/{n}"].shape) for n in frozen}
+            or None,
             "shared_params": shared,
-            "frozen_param_fragments": {n: self._fragment(n, rank) for n in frozen} or None,
+            "frozen_param_fragments": {self._named(n): self._fragment(n, rank) for n in frozen} or None,
             "lr_scheduler": self.meta.get("scheduler"),
             "data_sampler": None,
             "random_ltd": None,
@@ -319,7 +325,11 @@ class _RankFileWriter:
         sizes, _, _ = _own(self._sizes(names), self.layout, 0)
         return {name: self._local_name(name) for name in sizes}
 
+    def _named(self, name: str) -> str:
+        return self.copies.get(name, name)
+
     def _local_name(self, name: str) -> str:
+        name = self._named(name)
         if self.layout.experts == 1 or not EXPERT.fullmatch(name):
             return name
         every = {n: 0 for names in self.groups for n in names if EXPERT.fullmatch(n)}
@@ -346,7 +356,7 @@ def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
     names = {key.partition("/")[2] for key in source.entries if key.startswith(("param/", "buffer/"))}
     groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
     if not layout.pipeline:
-        return [_Stage(names, groups, known, range(0))]
+        return [_Stage(names, groups, known, range(0), {})]
     unknown = sorted(n for n in names if not _place(n, layout)[0])
     if unknown:
         raise UnsupportedError(
@@ -354,16 +364,29 @@ def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
             code="ckpt-foreign-layout",
             fix="Say in Regular(tied=...) which layers share parameters, or use the universal layout.",
         )
+    copies = _copies(names, layout)
     last = max((number + 1 for n in names for number in _place(n, layout)[0]), default=0)
     out = []
     for low, high in itertools.pairwise((*layout.pipeline, max(last, layout.layers))):
         here = range(low, high)
         first = {n: layers[0] for n in names if (layers := sorted(set(_place(n, layout)[0]) & set(here)))}
+        own = {copy: source for copy, source in copies.items() if copy in first}
+        first = {n: number for n, number in first.items() if n not in own.values()}
         stage_groups = [
-            (known[i], stage_names) for i, group in enumerate(groups) if (stage_names := _ordered(group, first))
+            (known[i], stage_names) for i, group in enumerate(groups) if (stage_names := _ordered(group, first, own))
         ]
-        out.append(_Stage(set(first), [group for _, group in stage_groups], [what for what, _ in stage_groups], here))
+        out.append(
+            _Stage(set(first), [group for _, group in stage_groups], [what for what, _ in stage_groups], here, own)
+        )
     return out
+
+
+def _copies(names: set[str], layout: Regular) -> dict[str, str]:
+    """Map the copies of untied parts of tied layers, `NUMBER.PATH`, to the first, `tied_modules.KEY.PATH`, which is DeepSpeed's name of all."""
+    keys = {number: key for key, numbers in layout.tied for number in numbers}
+    matches = [match for n in names if (match := _LAYER.fullmatch(n)) is not None and int(match[1]) in keys]
+    sources = {match[0]: f"tied_modules.{keys[int(match[1])]}.{match[2]}" for match in matches}
+    return {copy: source for copy, source in sources.items() if source in names}
 
 
 def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
@@ -377,14 +400,17 @@ def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
     return (dict(layout.tied).get(tied[1], ()), tied[2]) if tied else ((), name)
 
 
-def _ordered(group: Sequence[str], first: Mapping[str, int]) -> list[str]:
+def _ordered(group: Sequence[str], first: Mapping[str, int], copies: Mapping[str, str]) -> list[str]:
     """Order the parameters of `group` that a stage has, given the `first` layer of each there.
 
-    Tied parameters are in the order in which that stage comes to their layers.
+    Tied parameters are in the order in which that stage comes to their layers; its copies have the places of the first ones.
     """
-    stage_names = [n for n in group if n in first]
-    tied = iter(sorted((n for n in stage_names if _TIED.fullmatch(n)), key=first.__getitem__))
-    return [next(tied) if _TIED.fullmatch(n) else n for n in stage_names]
+    instead = {source: copy for copy, source in copies.items() if copy in group}
+    others = [instead.get(n, n) for n in group if copies.get(n) not in group]
+    stage_names = [n for n in others if n in first]
+    shared = {n for n in stage_names if _TIED.fullmatch(n) or n in copies}
+    tied = iter(sorted((n for n in stage_names if n in shared), key=first.__getitem__))
+    return [next(tied) if n in shared else n for n in stage_names]
 
 
 def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
