@@ -299,6 +299,17 @@ def test_untied_parts_of_tied_layers_are_each_stages_own(tmp_path):
     assert left_out.startswith(place)
 
 
+def test_a_state_dict_of_dicts_is_written_as_one(tmp_path):
+    source = _state({"lm.enc.0.w": (3,), "lm.enc.0.b": (2,), "lm.words": (4,), "head": (2,)})
+    layout = Regular(1, 2, nested=("lm", "lm.enc", "lm.none"))
+    path = write_regular(source, tmp_path, "t", layout, allow_pickle=True)
+    module = torch.load(path / "mp_rank_00_model_states.pt", weights_only=True)["module"]
+    assert module.keys() == {"lm", "head", "tied"}
+    assert module["lm"].keys() == {"enc", "words", "none"}
+    assert module["lm"]["enc"].keys() == {"0.w", "0.b"}
+    _same(open_deepspeed(tmp_path, allow_pickle=True), source)
+
+
 def test_layer_files_that_are_numbered_by_a_tensor_axis_of_one_are_read(tmp_path):
     source = _state({"0.weight": (3,), "1.weight": (4,)})
     source = type(source)(source.entries, {}, source.meta)

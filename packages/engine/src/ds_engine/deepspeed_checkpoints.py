@@ -22,6 +22,7 @@ from ds_ckpt import LocalCheckpointer, find_latest
 from ds_ckpt.checkpoint_list import hold_newest
 from ds_ckpt.convert.deepspeed_folders import check_tag, check_target, named_tag, publish_folder, usable_tag
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
+from ds_ckpt.convert.module_states import nested_parts
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 from ds_ckpt.coordinator import TRANSFER_S, Coordinator
@@ -125,7 +126,8 @@ def layout_of(plan: Plan, group: Group, model: nn.Module) -> Regular:
         size = files.sub_group_size or None
         cut = replace(cut, round_robin=files.round_robin, aligned=files.aligned, sub_group_size=size)
     if not isinstance(model, PipelineModule):
-        return cut
+        replaced = type(model).state_dict is not nn.Module.state_dict or "state_dict" in vars(model)
+        return replace(cut, nested=nested_parts(model.state_dict())) if replaced else cut
     if model.rank_of != tuple(range(model.num_stages)):
         raise UnsupportedError(
             f"the stages of a model with schedule {model.schedule!r} lie on ranks {list(model.rank_of)}; DeepSpeed's lie one on each",

@@ -189,3 +189,20 @@ def test_ranks_wait_for_the_one_that_reads_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("ds_ckpt.coordinator.extend_timeout", lambda seconds: waits.append(seconds) or nullcontext())
     assert latest_tag(str(tmp_path), ds_comm.world_group()) is None
     assert waits == [TRANSFER_S]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_models_own_state_dict_of_dicts_is_nested_in_the_files(tmp_path, stage):
+    """As Megatron's, whose `load_state_dict` takes no other; one of plain names is left as it is."""
+    engine = start(stage, **LAYOUT)
+    engine.module.state_dict = lambda: {"a": engine.module.a.state_dict(), "b": engine.module.b.state_dict()}
+    steps(engine)
+    engine.save_checkpoint(tmp_path, tag="t")
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    module = torch.load(tmp_path / "t" / name, weights_only=True)["module"]
+    assert {part: list(inner) for part, inner in module.items()} == {p: ["bias", "weight"] for p in "ab"}
+    del engine.module.state_dict
+    expected = [engine(torch.ones(2, 6)).item(), steps(engine), engine(torch.ones(2, 6)).item()]
+    engine.load_checkpoint(tmp_path, tag="t")
+    assert [engine(torch.ones(2, 6)).item(), steps(engine), engine(torch.ones(2, 6)).item()] == expected
+    engine.close()

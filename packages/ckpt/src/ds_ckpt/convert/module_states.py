@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.jsontext import Json
 
-__all__ = ["extra_entries", "split_state"]
+__all__ = ["extra_entries", "in_parts", "nested_parts", "split_state"]
 
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state` of a module returned
 
@@ -32,6 +32,28 @@ def split_state(module: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], di
 def extra_entries(extra: Json) -> dict[str, Any]:
     """Return the extra states of a meta by their names in a state dict."""
     return {f"{name}.{_EXTRA}" if name else _EXTRA: value for name, value in client_entries(extra).items()}
+
+
+def nested_parts(state: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
+    """List what a model's state dict has dicts of, by the start of the names in them."""
+    parts: list[str] = []
+    for key, value in state.items():
+        if isinstance(value, Mapping) and key.rpartition(".")[2] != _EXTRA:
+            parts += [f"{prefix}{key}", *nested_parts(value, f"{prefix}{key}.")]
+    return tuple(parts)
+
+
+def in_parts(state: Mapping[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """Put what a state dict has under plain names into dicts of these parts."""
+    out: dict[str, Any] = {}
+    known = set(parts)
+    for name, value in {**{f"{part}.": None for part in parts}, **state}.items():
+        at, start = out, 0
+        for dot in (index for index, letter in enumerate(name) if letter == "." and name[:index] in known):
+            at, start = at.setdefault(name[start:dot], {}), dot + 1
+        if name[start:]:
+            at[name[start:]] = value
+    return out
 
 
 def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

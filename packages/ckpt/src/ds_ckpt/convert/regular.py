@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
-from ds_ckpt.convert.module_states import extra_entries
+from ds_ckpt.convert.module_states import extra_entries, in_parts
 from ds_ckpt.convert.pickled import FragmentAddress, LossScaler, clip_of, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.regular_plan import (
     EXPERT,
@@ -265,7 +265,7 @@ class _RankFileWriter:
             empty = partitioned and kind == "param"
             out[name] = torch.empty(0, dtype=torch_dtype(self.layout.dtype)) if empty else self._half(key)
         shared = {alias: out[target] for alias, target in self._shared().items() if target in out}
-        return {**out, **shared, **extra_entries(self.meta.get("extra"))}
+        return in_parts({**out, **shared, **extra_entries(self.meta.get("extra"))}, self.layout.nested)
 
     def _half(self, key: str) -> Tensor:
         """Read a tensor for the model files: a trained parameter in the model's dtype, any other tensor unchanged."""

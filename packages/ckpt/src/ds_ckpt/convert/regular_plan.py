@@ -39,6 +39,7 @@ class Regular:
         functions: Numbers of the layers that are functions, uses of a tied layer by one among them: DeepSpeed has no files of those.
         place: What the topology adds to the names of layers' files: `model_00` where it has an axis of tensor slices, of one rank here.
         tied: Keys of tied layers with the numbers of the layers that share their parameters, `tied_modules.KEY.*`.
+        nested: What the model's own state dict has dicts of, by the start of the names in them, as Megatron's: ("encoder", "encoder.layers").
         sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
         round_robin: `zero_optimization.round_robin_gradients`: a group's parameters lie dealt out, one to each rank in turn;
             stages 1 and 2 only.
@@ -57,6 +58,7 @@ class Regular:
     functions: tuple[int, ...] = ()
     place: str = ""
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    nested: tuple[str, ...] = ()
     sub_group_size: int | None = None
     round_robin: bool | None = None
     aligned: bool | None = None
