@@ -233,6 +233,9 @@ def test_a_padded_vocabulary_goes_on_and_is_cut_in_the_universal_layout(tmp_path
     back = open_deepspeed(tmp_path / "u", allow_pickle=True)
     assert back.entries["param/words"].read().equal(torch.arange(6.0).view(3, 2))
     assert back.entries["optim/words/exp_avg"].shape == (3, 2)
+    back = open_deepspeed(tmp_path / "u", allow_pickle=True, rows={"words": 5})
+    assert back.entries["param/words"].read().equal(torch.cat([torch.arange(6.0), torch.zeros(4)]).view(5, 2))
+    assert back.entries["optim/words/exp_avg"].shape == (5, 2)
 
 
 def test_state_dicts_by_part_are_read(tmp_path):

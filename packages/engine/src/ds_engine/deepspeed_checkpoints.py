@@ -34,7 +34,7 @@ from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_engine.client_states import encode_client_state
 from ds_engine.plan import Plan
 from ds_pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from ds_zero import STAGES, ShardedOptimizer
+from ds_zero import STAGES
 
 __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
 
@@ -73,7 +73,7 @@ def load(
         with _newest(root, run.mesh["world"]) if tag is None and near is None else nullcontext(tag) as chosen:
             return load_run(run, root, chosen, parts, near)
     tag = tag or latest_tag(root, run.mesh["world"], run.plan.universal)
-    with translated(root, tag, run.mesh["world"], run.optimizer) as copy:
+    with translated(root, tag, run) as copy:
         path, client = load_run(run, root, copy or tag, parts)
     return (f"{root}/{tag}" if copy and path else path), client
 
@@ -198,26 +198,24 @@ def latest_tag(root: str, group: Group, universal: bool = False) -> str | None:
 
 
 @contextmanager
-def translated(
-    root: str, tag: str | None, group: Group, optimizer: ShardedOptimizer | None = None
-) -> Iterator[str | None]:
-    """Translate DeepSpeed's checkpoint `root/tag`; yield the tag of the result, None for another format. Collective.
+def translated(root: str, tag: str | None, run: CheckpointedRun) -> Iterator[str | None]:
+    """Translate DeepSpeed's checkpoint `root/tag` for `run`; yield the tag of the result, None for another format. Collective.
 
-    The translated checkpoint is removed at exit.
-
-    Args:
-        optimizer: Whose groups name the parameters where the files do not (stage 0).
+    The translated checkpoint is removed at exit. What the files do not say is the run's: parameters of the optimizer's groups (stage 0),
+    rows that vocabularies were padded by (universal).
     """
     source = Path(root) / (tag or "")
     if tag is None or has_manifest(source) or not any(source.glob("*model_states.pt")):
         yield None
         return
 
-    names = None if optimizer is None else optimizer.common_state_dict()["names"]
+    group, names = run.mesh["world"], None if run.optimizer is None else run.optimizer.common_state_dict()["names"]
+    mine = {one.name: one.shape[0] for one in run.sharding.logical.values() if one.shape}
+    rows = {name: size for own in all_gather_json(mine, group, unit="checkpoint") for name, size in own.items()}
 
     def write() -> str:
         target = Path(root) / f"{tag}.translated-{new_token()}"  # a name that nobody else has
-        content = open_deepspeed(source, allow_pickle=True, groups=names)
+        content = open_deepspeed(source, allow_pickle=True, groups=names, rows=rows)
         for what in content.meta["left_out"]:
             _log.warning("%s: not read: %s", source, what)
         write_checkpoint(content, target)

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import ds_ckpt
 import ds_comm
 import ds_engine
 from ds_ckpt.checkpoint_list import hold_newest
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed, write_universal
 from ds_ckpt.coordinator import TRANSFER_S
 from ds_config.errors import CheckpointError
 from ds_engine.deepspeed_checkpoints import latest_tag
@@ -205,4 +207,23 @@ def test_a_models_own_state_dict_of_dicts_is_nested_in_the_files(tmp_path, stage
     expected = [engine(torch.ones(2, 6)).item(), steps(engine), engine(torch.ones(2, 6)).item()]
     engine.load_checkpoint(tmp_path, tag="t")
     assert [engine(torch.ones(2, 6)).item(), steps(engine), engine(torch.ones(2, 6)).item()] == expected
+    engine.close()
+
+
+def test_a_vocabulary_of_a_universal_checkpoint_gets_the_rows_that_the_run_has(tmp_path):
+    """DeepSpeed's converter leaves out what Megatron padded it by."""
+    engine = start(**LAYOUT)
+    steps(engine)
+    engine.save_checkpoint(tmp_path, tag="t")
+    source = open_deepspeed(tmp_path / "t", allow_pickle=True)
+    said = {"cuts": {"a.weight": {"cat_dim": 0, "vocab_tensor": True}}, "vocabulary": 7}
+    write_universal(replace(source, meta=source.meta | said), tmp_path / "u", "t", allow_pickle=True)
+    expected = engine.full_state_dict()
+    engine.close()
+    engine = start(checkpoint={"load_universal": True})
+    engine.load_checkpoint(tmp_path / "u", tag="t")
+    found = engine.full_state_dict()
+    assert torch.equal(found["a.weight"][:7], expected["a.weight"][:7])
+    assert not found["a.weight"][7].any()
+    assert torch.equal(found["b.weight"], expected["b.weight"])
     engine.close()

@@ -98,6 +98,7 @@ def open_deepspeed(
     allow_pickle: bool = False,
     groups: Sequence[Sequence[str]] | None = None,
     parallel_info: Mapping[str, Any] | None = None,
+    rows: Mapping[str, int] | None = None,
 ) -> TensorSource:
     """Open a DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as unsharded tensors.
 
@@ -107,6 +108,8 @@ def open_deepspeed(
             and the others. Tensors that none of them names are cut along their first dimension.
         groups: Names of the parameters of each optimizer group, in order. Files of stage 0 do not say them: without `groups`,
             a single group is all parameters in the order of the model, and state that does not fit is left out.
+        rows: Of the parameters of the model that goes on. The universal layout has vocabularies without what they were padded by: they
+            get zeros up to these.
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": AutoEP, or tensor-parallel ranks whose files do
             not say how their parts join, in the regular layout (convert to the universal layout with DeepSpeed first).
@@ -131,7 +134,7 @@ def open_deepspeed(
     collected = ranks[0]  # whose groups, scalars and buffers those of the others are, too
     collected.entries = joins.entries([each.entries for each in ranks])
     if universal:
-        _universal(collected, folder / "zero", first)
+        _universal(collected, folder / "zero", first, rows or {})
     # Frozen parameters may have been left out, names of tied ones with them.
     aliases = {alias: target for alias, target in collected.aliases.items() if target in collected.entries}
     meta = _meta(collected, first[0])
@@ -495,7 +498,7 @@ def _does_not_add_up(group: int, wanted: int, have: int) -> CheckpointError:
     )
 
 
-def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -> None:
+def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]], rows: Mapping[str, int]) -> None:
     shapes = {name: tuple(shape) for group in states[0].get("param_shapes") or [] for name, shape in group.items()}
     # DeepSpeed repeats buffers and further names of tied parameters here, which the model's file has.
     again = {*(states[0].get("buffer_names") or ()), *(key.removeprefix("param/") for key in collected.aliases)}
@@ -509,6 +512,12 @@ def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]
                 collected.scalars.setdefault("step", {})[name] = float(content)
                 continue
             tensor = content["param"] if isinstance(content, dict) else content
+            if (
+                isinstance(content, dict)
+                and content.get("vocab_tensor")
+                and (more := rows.get(name, 0) - len(tensor)) > 0
+            ):
+                tensor = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
             shape = tuple(
                 tensor.shape
             )  # of stage 3 it may be flat; of tensor-parallel ranks the model's file has shapes of parts

@@ -225,7 +225,7 @@ class SavesAndLoads(Engine):
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
         else:
-            with translated(root, name, world, self.optimizer) as copy:
+            with translated(root, name, self) as copy:
                 path, client = super().load_checkpoint(
                     root,
                     copy or name,
