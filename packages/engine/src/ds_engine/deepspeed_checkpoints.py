@@ -210,8 +210,12 @@ def translated(root: str, tag: str | None, run: CheckpointedRun) -> Iterator[str
         return
 
     group, names = run.mesh["world"], None if run.optimizer is None else run.optimizer.common_state_dict()["names"]
-    mine = {one.name: one.shape[0] for one in run.sharding.logical.values() if one.shape}
-    rows = {name: size for own in all_gather_json(mine, group, unit="checkpoint") for name, size in own.items()}
+    local_rows = {one.name: one.shape[0] for one in run.sharding.logical.values() if one.shape}
+    rows = {
+        name: size
+        for of_rank in all_gather_json(local_rows, group, unit="checkpoint")
+        for name, size in of_rank.items()
+    }
 
     def write() -> str:
         target = Path(root) / f"{tag}.translated-{new_token()}"  # a name that nobody else has
