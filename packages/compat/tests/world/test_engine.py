@@ -242,6 +242,15 @@ def test_parameters_of_stage_3():
         pass
     full = deepspeed.utils.safe_get_full_fp32_param(weight)
     assert full.shape == (8, 6)
+    weight.ds_tensor.data = torch.full_like(weight.ds_tensor.data, 3.0)
+    engine.module.first.bias.ds_tensor.narrow(0, 0, engine.module.first.bias.ds_tensor.numel()).fill_(0.5)
+    engine.module.second.weight.ds_tensor.mul_(0)
+    engine.module.second.bias.ds_tensor[:] = 7.0
+    assert bool((engine(torch.ones(2, 6)) == 7.0).all())
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        assert bool((weight == 3.0).all())
+        assert bool((engine.module.first.bias == 0.5).all())
+    assert type(copy.deepcopy(weight.ds_tensor) + 1) is torch.Tensor
     engine.destroy()
     assert not hasattr(weight, "ds_id")
     plain, *_ = start(2)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.utils._pytree import tree_map_only
 
 from deepspeed._ours.base.forwarding import reads
 from deepspeed._ours.zero.module_marks import list_external, unlist_external
-from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
-from ds_zero.runtime.init_shards import chunk_of
+from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param, safe_set_local_fp32_param
+from ds_zero.runtime.init_shards import chunk_of, is_scattered
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "is_external_param",
@@ -73,6 +74,68 @@ class Status:
         return ZeroParamStatus, (self.value,)
 
 
+class Partition(Tensor):
+    """This rank's elements of a parameter as it has them now, in its master's dtype: what `ds_tensor` is. Or a view of them.
+
+    A write, also of `data` or through a view, goes to the parameter: the next forward uses it. Collective where the whole parameter is kept.
+    """
+
+    _param: weakref.ref[Parameter]
+    _base_elements: Tensor | None  # all elements, where this is a view of them
+
+    @classmethod
+    def of(cls, param: Parameter) -> Partition | None:
+        """Return that of a parameter, None where it has none."""
+        local = _local(param)
+        if local is None:
+            return None
+        partition = cls._wrap(local, weakref.ref(param), None)
+        partition.ds_numel, partition.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        return partition
+
+    @classmethod
+    def _wrap(cls, tensor: Tensor, param: weakref.ref[Parameter], elements: Tensor | None) -> Partition:
+        partition: Partition = tensor.as_subclass(cls)
+        partition._param, partition._base_elements = param, elements
+        return partition
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        used: list[tuple[weakref.ref[Parameter], Tensor, Tensor, int]] = []
+
+        def plain_of(partition: Partition) -> Tensor:
+            param, elements = partition._param(), partition._base_elements
+            local = None if param is None or elements is not None else _local(param)
+            tensor = partition.as_subclass(Tensor) if local is None else local
+            if param is not None:  # whose engine may be gone: `of` would give None now
+                used.append((partition._param, tensor, tensor if elements is None else elements, tensor._version))
+            return tensor
+
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, named = tree_map_only(Partition, plain_of, (args, dict(kwargs or {})))
+            if getattr(func, "__name__", "") == "__set__" and used and isinstance(plain[1], Tensor):
+                with torch.no_grad():
+                    plain[0].copy_(plain[1].view_as(plain[0]))
+                result = None
+            else:
+                result = func(*plain, **named)
+            for param, tensor, elements, version in used:
+                holder = param()
+                if tensor._version != version and holder is not None and not is_scattered(holder):
+                    safe_set_local_fp32_param(holder, elements)
+                if isinstance(result, Tensor) and result.is_set_to(tensor):
+                    return args[0] if isinstance(args[0], Partition) else result
+                if isinstance(result, Tensor) and result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                    return cls._wrap(result, param, elements)
+        return result
+
+
+def _local(param: Parameter) -> Tensor | None:
+    return chunk_of(param) if is_scattered(param) else safe_get_local_fp32_param(param)
+
+
 def mark(sharding: ShardedModel) -> None:
     """Give every parameter of a stage 3 model its attributes, and its modules their lists. Other stages have none, as upstream."""
     if not sharding.options.residency.shard_params:
@@ -81,7 +144,7 @@ def mark(sharding: ShardedModel) -> None:
         list_external(module)
     for unit in sharding.units:
         for param in unit.params:
-            _set(param, safe_get_local_fp32_param(param), sharding.group.size, persists=not unit.releases)
+            _set(param, sharding.group.size, persists=not unit.releases)
 
 
 def mark_scattered(param: Parameter, ranks: int) -> None:
@@ -90,18 +153,16 @@ def mark_scattered(param: Parameter, ranks: int) -> None:
     Does nothing for a parameter that has the attributes.
     """
     if not is_zero_param(param):
-        _set(param, chunk_of(param), ranks, persists=False)
+        _set(param, ranks, persists=False)
 
 
-def _set(param: Parameter, local: Tensor | None, ranks: int, *, persists: bool) -> None:
-    if local is not None:
-        local.ds_numel, local.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+def _set(param: Parameter, ranks: int, *, persists: bool) -> None:
     values: dict[str, Any] = {
         "ds_id": param.__dict__.get("ds_id", next(_ids)),
         "ds_shape": param.shape,
         "ds_numel": param.numel(),
         "ds_status": Status(param),
-        "ds_tensor": local,
+        "ds_tensor": Partition.of(param),
         "ds_persist": persists,
         "ds_active_sub_modules": set(),
         "is_external_param": False,
