@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ds_comm.watch import peer_rings
 from ds_comm.watch.alarms import SideChannel
+from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.peer_rings import open_peer
 from ds_comm.watch.stamp_ring import Stamp, StampRing
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
@@ -430,3 +431,11 @@ def test_an_operation_that_a_capture_forbids_to_ask_about_is_asked_again(tmp_pat
         while (stamp := ranks[0].ring.stamp(slot)) is not None and stamp.waits and time.monotonic() < until:
             time.sleep(0.05)
         assert stamp is None or not stamp.waits
+
+
+@pytest.mark.parametrize("library", ["deepspeed.runtime", "ds_engine.engine", "torch.nn"])
+def test_a_wait_is_told_at_the_users_line(library: str) -> None:
+    """A program that knows only `deepspeed` cannot use a line of the facade."""
+    names: dict[str, Any] = {"__name__": library, "user_frame": user_frame, "thread": threading.get_ident()}
+    exec("def backward():\n    return user_frame(thread)", names)
+    assert names["backward"]().endswith("in test_a_wait_is_told_at_the_users_line")

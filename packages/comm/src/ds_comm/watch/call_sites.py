@@ -11,7 +11,7 @@ from ds_monitor.logs import PACKAGES
 
 __all__ = ["error_place", "user_frame"]
 
-_LIBRARIES = {"torch", *PACKAGES, *sys.stdlib_module_names}
+_LIBRARIES = {"torch", "deepspeed", *PACKAGES, *sys.stdlib_module_names}
 
 
 def user_frame(thread: int | None = None) -> str:
