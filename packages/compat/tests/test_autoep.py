@@ -27,6 +27,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError, PlanError
+from ds_testing import world
 
 WIDTH, FFN, EXPERTS = 8, 12, 4
 
@@ -176,3 +177,42 @@ def test_rows_are_planned_and_combined(monkeypatch):
     order = torch.tensor([2, 0, 1, 3])  # rows of choices 2, 0, 1, 3
     out = combine_from_routed(rows, weights, order, 2, "post", "auto", (1, 2, 1))
     assert out.flatten().tolist() == [0.5 * 2 + 0.25 * 3, 1.0 * 1 + 2.0 * 4]
+
+
+@world(2)
+@pytest.mark.parametrize("listed", [False, True])
+def test_blocks_that_an_engine_cuts_look_like_replaced_ones(listed):
+    section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(listed))
+    model.config = SimpleNamespace(
+        model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2, hidden_size=WIDTH
+    )
+    names = set(model.state_dict())
+    assert not isinstance(model[1], AutoEPMoELayer)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2, "expert_parallel": section, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        },
+    )  # fmt: skip
+    (block,) = [module for module in engine.module.modules() if isinstance(module, AutoEPMoELayer)]
+    assert engine.has_moe_layers
+    assert (block.ep_size, block.ep_rank, block.num_local_experts) == (2, engine.mesh.rank, EXPERTS // 2)
+    assert block.router is block.gate
+    for params, family, name, ranks in (
+        (block.experts, "autoep_expert", block.ep_group_name, 1),
+        (block.router, "replicated", None, 2),
+    ):
+        for param in params.parameters():
+            assert param.ds_zero_placement_family == family
+            assert param.ds_zero_partition_group_name == name
+            assert (param.ds_zero_partition_world_size, param.partition_numel()) == (ranks, param.ds_numel // ranks)
+    output = engine(torch.ones(1, WIDTH))
+    engine.backward((output[0] if listed else output).sum())  # lists of Mixtral's block return router logits, too
+    engine.step()
+    assert torch.isfinite(engine.optimizer._global_grad_norm)
+    assert engine.get_global_grad_norm().item() > 0
+    engine.destroy()
+    assert not any(isinstance(module, AutoEPMoELayer) for module in model.modules())
+    assert set(model.state_dict()) == names

@@ -266,7 +266,7 @@ def test_norms_before_a_step_and_decorators_of_autocast():
     flat = torch.cat([grad.flatten() for grad in optimizer.averaged_gradients[0]])
     torch.testing.assert_close((flat.norm(), optimizer.grad_partitions_flat_buffer.norm()), (norm, norm))
     engine.step()
-    torch.testing.assert_close(float(norm), engine.get_global_grad_norm())
+    torch.testing.assert_close(float(norm), float(engine.get_global_grad_norm()))
     assert autocast_custom_fwd.func is torch.amp.custom_fwd
     assert autocast_custom_bwd.keywords == {"device_type": engine.device.type}
     engine.destroy()

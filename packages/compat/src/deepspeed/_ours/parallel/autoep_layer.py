@@ -27,6 +27,8 @@ from ds_moe import ExpertGroups, RouterOptions, make_places, select_experts
 from ds_moe.detect import MoEBlock, recognise
 from ds_moe.dispatch import DispatchRows, exchange_of, through_experts
 from ds_moe.expert_groups import alone
+from ds_moe.module_list_block import ListedBlock
+from ds_moe.packed_experts import PackedExperts
 from ds_moe.router_output import RouterOutput, wide
 from ds_ops.grouped import grouped_matmul
 
@@ -120,8 +122,15 @@ def repack_expert_weights(experts_source: nn.Module, spec: MoELayerSpec, ep_rank
     return gate.contiguous(), parts[1], up.contiguous()
 
 
-class AutoEPMoELayer(nn.Module):
-    """A block with a rank's experts: `router`, `experts` (w1, w2, w3) and what all tokens see.
+class _AlsoCut(type):
+    """`isinstance` knows blocks that an engine has cut under the model's own names (`dress_blocks`)."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or "_dressed_block" in getattr(instance, "__dict__", ())
+
+
+class AutoEPMoELayer(nn.Module, metaclass=_AlsoCut):
+    """A block with a rank's experts: `router`, `experts` (w1, w2, w3) and what all tokens see. Blocks of an engine are some, too.
 
     Args:
         source_module: The block that it replaces; its router and shared experts stay, its experts are copied.
@@ -261,6 +270,32 @@ class AutoEP:
         """Replace several blocks."""
         for spec in specs:
             self.replace_moe_layer(spec, ep_size, ep_rank)
+
+
+def dress_blocks(model: nn.Module) -> None:
+    """Give the blocks that an engine has cut the attributes of `AutoEPMoELayer`, but for names of weights: these are the model's own."""
+    modules = dict(model.named_modules())
+    for name, layer in modules.items():
+        places = getattr(layer, "places", None)
+        if not isinstance(layer, PackedExperts | ListedBlock) or places is None:
+            continue
+        block = layer if isinstance(layer, ListedBlock) else modules[name.rpartition(".")[0]]
+        parts, children = getattr(block, "parts", None), dict(block.named_children())
+        router = children.get(parts.router) if parts is not None else children.get("gate", children.get("router"))
+        size = places.expert.size
+        given = {
+            "_is_autoep_layer": True, "router": router, "num_experts": layer.num_experts, "num_local_experts": layer.num_experts // size,
+            "ep_size": size, "ep_rank": places.expert.rank, "ep_group_name": f"ep_size_{size}", "ep_group": places.expert.pg,
+        }  # fmt: skip
+        given = {key: value for key, value in given.items() if key not in children and not hasattr(block, key)}
+        vars(block).update(given, _dressed_block=tuple(given))
+
+
+def undress_blocks(model: nn.Module) -> None:
+    """Take the attributes back."""
+    for module in model.modules():
+        for key in vars(module).pop("_dressed_block", ()):
+            vars(module).pop(key, None)
 
 
 # ---- one step of a layer

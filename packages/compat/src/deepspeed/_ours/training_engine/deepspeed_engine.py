@@ -7,7 +7,6 @@ It decides nothing. The one thing that upstream's callers may decide, where a st
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -28,6 +27,7 @@ from deepspeed._ours.monitor.flops import FlopsProfiler
 from deepspeed._ours.monitor.monitors import MonitorMaster
 from deepspeed._ours.monitor.upstream_logging import logger
 from deepspeed._ours.monitor.wall_clock_timers import ThroughputTimer
+from deepspeed._ours.parallel.autoep_layer import AutoEPMoELayer, undress_blocks
 from deepspeed._ours.parallel.tp_layers import undress
 from deepspeed._ours.training_engine.accessors import add_accessors
 from deepspeed._ours.training_engine.compile_passes import (
@@ -171,16 +171,13 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has `deepspeed.moe.layer.MoE` layers."""
-        return has_moe_layers(self.module)[0]
+        """Whether the model has `deepspeed.moe.layer.MoE` layers, or blocks whose experts the engine has cut."""
+        return has_moe_layers(self.module)[0] or any(isinstance(m, AutoEPMoELayer) for m in self.module.modules())
 
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last update's averaged gradient before clipping; also between updates.
-
-        The norm of a skipped step is inf, also where the gradients have a nan.
-        """
-        last = None if self.optimizer is None else self.optimizer.last
-        return None if last is None else math.inf if last.skipped else last.norm
+    def get_global_grad_norm(self) -> Any:
+        """Return the norm of the last update's averaged gradient before clipping; also between updates. See `DeepSpeedZeroOptimizer`."""
+        optimizer: Any = self.optimizer
+        return None if optimizer is None else optimizer._global_grad_norm
 
     # ---- where a step ends
 
@@ -363,6 +360,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         group_getters.forget_layers(self.mesh)
         expert_getters.forget_experts(self)
         undress(module)
+        undress_blocks(module)
 
     def destroy(self) -> None:
         """Give the model back whole and free the rest. Collective."""

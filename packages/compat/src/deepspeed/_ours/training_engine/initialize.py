@@ -25,6 +25,7 @@ from deepspeed._ours.config.section_models import get_zero_config
 from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
 from deepspeed._ours.native_ops.quantized_layers import is_quantized
 from deepspeed._ours.optimizers.optimizer_classes import dress_optimizer
+from deepspeed._ours.parallel.autoep_layer import dress_blocks
 from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
@@ -376,6 +377,7 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequ
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
     group_getters.share_gathered(engine.mesh, max(1, engine.plan.config.zero_optimization.zero_hpz_partition_size))
+    dress_blocks(model)
     if engine.mesh["tensor"].size == 1:
         return
     set_autotp_mode(training=True)

@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed._ours.base.forwarding import reads
 from deepspeed._ours.zero.module_marks import list_external, unlist_external
+from ds_comm import Group
 from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param, safe_set_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of, is_scattered
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "is_external_param",
-    "partition_numel",
+    "partition_numel", "ds_zero_placement_family", "ds_zero_partition_group_name", "ds_zero_partition_rank", "ds_zero_partition_world_size",
 )  # fmt: skip
 _ids = itertools.count()
 
@@ -144,10 +145,10 @@ def mark(sharding: ShardedModel) -> None:
         list_external(module)
     for unit in sharding.units:
         for param in unit.params:
-            _set(param, sharding.group.size, persists=not unit.releases)
+            _set(param, unit.groups.shard_group, persists=not unit.releases)
 
 
-def mark_scattered(param: Parameter, ranks: int) -> None:
+def mark_scattered(param: Parameter, ranks: Group) -> None:
     """Set upstream's attributes on a parameter that `zero.Init` has sharded over `ranks`.
 
     Does nothing for a parameter that has the attributes.
@@ -156,7 +157,8 @@ def mark_scattered(param: Parameter, ranks: int) -> None:
         _set(param, ranks, persists=False)
 
 
-def _set(param: Parameter, ranks: int, *, persists: bool) -> None:
+def _set(param: Parameter, ranks: Group, *, persists: bool) -> None:
+    expert = not getattr(param, "allreduce", True)
     values: dict[str, Any] = {
         "ds_id": param.__dict__.get("ds_id", next(_ids)),
         "ds_shape": param.shape,
@@ -166,7 +168,11 @@ def _set(param: Parameter, ranks: int, *, persists: bool) -> None:
         "ds_persist": persists,
         "ds_active_sub_modules": set(),
         "is_external_param": False,
-        "partition_numel": partial(_share, param.numel(), ranks),
+        "partition_numel": partial(_share, param.numel(), ranks.size),
+        "ds_zero_placement_family": "autoep_expert" if expert else "replicated",
+        "ds_zero_partition_group_name": getattr(param, "group_name", None) if expert else None,
+        "ds_zero_partition_rank": ranks.rank,
+        "ds_zero_partition_world_size": ranks.size,
     }
     for name, value in values.items():
         setattr(param, name, value)

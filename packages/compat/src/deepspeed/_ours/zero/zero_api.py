@@ -185,7 +185,7 @@ class Init(ds_zero.Init):
 
     def on_sharded(self, param: Parameter) -> None:
         """Give it the attributes that clients read."""
-        mark_scattered(param, self._ranks.size)
+        mark_scattered(param, self._ranks)
 
 
 _strict: weakref.WeakSet[Scatter] = weakref.WeakSet()

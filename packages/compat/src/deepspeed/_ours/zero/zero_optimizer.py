@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -158,7 +159,16 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """Whether the loss scale changes by itself."""
         return self.sharding.precision.scale is not None and self.sharding.precision.scale.static is None
 
-    _global_grad_norm = property(lambda self: None if self.last is None else self.last.norm)
+    @property
+    def _global_grad_norm(self) -> Any:
+        """The norm of the last update's averaged gradient before clipping. inf for a skipped one, also where the gradients have a nan.
+
+        A tensor where ZeRO cuts something, as upstream's: programs call `item`.
+        """
+        if self.last is None or self.last.skipped:
+            return None if self.last is None else math.inf
+        cut = self.sharding.options.residency.shard_optim and self.last.norm is not None
+        return torch.tensor(self.last.norm, dtype=torch.float64) if cut else self.last.norm
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
