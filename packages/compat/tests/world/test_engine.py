@@ -242,6 +242,17 @@ def test_parameters_of_stage_3():
         pass
     full = deepspeed.utils.safe_get_full_fp32_param(weight)
     assert full.shape == (8, 6)
+    bias = engine.module.first.bias
+    weight.all_gather_coalesced([weight, bias]).wait()
+    assert weight.ds_status == bias.ds_status == ZeroParamStatus.AVAILABLE
+    with torch.no_grad():
+        weight.fill_(2.0)
+        bias.fill_(2.0)
+    weight.partition(has_been_updated=True)
+    bias.partition()
+    assert weight.ds_status == bias.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert deepspeed.utils.safe_get_full_fp32_param(weight).eq(2).all()
+    assert not deepspeed.utils.safe_get_full_fp32_param(bias).eq(2).all()
     weight.ds_tensor.data = torch.full_like(weight.ds_tensor.data, 3.0)
     engine.module.first.bias.ds_tensor.narrow(0, 0, engine.module.first.bias.ds_tensor.numel()).fill_(0.5)
     engine.module.second.weight.ds_tensor.mul_(0)

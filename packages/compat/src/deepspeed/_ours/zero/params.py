@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed._ours.base.forwarding import reads
 from deepspeed._ours.zero.module_marks import list_external, unlist_external
+from deepspeed._ours.zero.param_verbs import Verb, all_gather, all_gather_coalesced, partition
 from ds_comm import Group
 from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param, safe_set_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of, is_scattered
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "is_external_param",
-    "partition_numel", "ds_zero_placement_family", "ds_zero_partition_group_name", "ds_zero_partition_rank", "ds_zero_partition_world_size",
+    "partition_numel", "all_gather", "all_gather_coalesced", "partition", "ds_zero_placement_family", "ds_zero_partition_group_name", "ds_zero_partition_rank", "ds_zero_partition_world_size",
 )  # fmt: skip
 _ids = itertools.count()
 
@@ -169,6 +170,7 @@ def _set(param: Parameter, ranks: Group, *, persists: bool) -> None:
         "ds_active_sub_modules": set(),
         "is_external_param": False,
         "partition_numel": partial(_share, param.numel(), ranks.size),
+        **{verb.__name__: Verb(verb, param) for verb in (all_gather, all_gather_coalesced, partition)},
         "ds_zero_placement_family": "autoep_expert" if expert else "replicated",
         "ds_zero_partition_group_name": getattr(param, "group_name", None) if expert else None,
         "ds_zero_partition_rank": ranks.rank,

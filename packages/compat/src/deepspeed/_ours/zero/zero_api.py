@@ -30,7 +30,6 @@ from ds_zero.runtime.init_shards import Scatter, scatter_of
 from ds_zero.runtime.sharded_model import sharding_of
 
 _log = logging.getLogger("DeepSpeed")
-_orig_torch_arange = torch.arange
 
 
 @contextmanager
