@@ -16,6 +16,7 @@ from deepspeed.module_inject.auto_ep_config import (
     validate_autoep_post_detection,
 )
 from deepspeed.module_inject.auto_ep_folding import (
+    FoldingGroupHandles,
     assert_group_matches_spec,
     build_folding_spec,
     expected_folding_group_tables,
@@ -216,3 +217,27 @@ def test_blocks_that_an_engine_cuts_look_like_replaced_ones(listed):
     engine.destroy()
     assert not any(isinstance(module, AutoEPMoELayer) for module in model.modules())
     assert set(model.state_dict()) == names
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_layer_is_told_who_shares_its_experts(folded):
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model, section = nn.Sequential(Block(False)), AutoEPConfig(enabled=True, preset_model="mixtral")
+    model.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+    auto, original, rank = AutoEP(model, section), model[0], deepspeed.comm.get_rank()
+    auto.replace_moe_layers(auto.ep_parser(), ep_size=2, ep_rank=rank)
+    both = deepspeed.comm.new_group([0, 1])
+    alone = [deepspeed.comm.new_group([number]) for number in range(2)][rank]
+    spec = build_folding_spec(world_size=2, pp_size=1, tp_size=2, ep_size=2)
+    handles = FoldingGroupHandles(spec, both, alone, both, alone, "ep_size_2", (0, 1), (rank,), (0, 1), (rank,))
+    model[0].set_deepspeed_parallelism(folding_group_handles=handles if folded else None)
+    assert deepspeed.comm.get_world_size(model[0].ep_group) == 2
+    x = torch.randn(3, WIDTH)  # the same on both ranks
+    output, wanted = model(x), original(x)
+    torch.testing.assert_close(output, wanted)
+    output.square().sum().backward()
+    wanted.square().sum().backward()
+    expected = original.experts.down_proj.grad.chunk(2)[rank]
+    torch.testing.assert_close(model[0].experts.w2.grad, expected if folded else 2 * expected)

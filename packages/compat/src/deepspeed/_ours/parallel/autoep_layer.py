@@ -22,12 +22,15 @@ from deepspeed._ours.parallel.autoep_config import (
     preset_name_for_hf_model_type,
     resolve_route_scale,
 )
+from deepspeed._ours.parallel.autoep_folding import FoldingGroupHandles, build_folding_spec
 from deepspeed._ours.parallel.moe_gates import classify_fused_gate_up_layout
+from ds_comm import Mesh, as_group
 from ds_moe import ExpertGroups, RouterOptions, make_places, select_experts
 from ds_moe.detect import MoEBlock, recognise
-from ds_moe.dispatch import DispatchRows, exchange_of, through_experts
+from ds_moe.dispatch import DispatchRows, exchange_of
 from ds_moe.expert_groups import alone
 from ds_moe.module_list_block import ListedBlock
+from ds_moe.moe_layer import RoutingOptions, route_through
 from ds_moe.packed_experts import PackedExperts
 from ds_moe.router_output import RouterOutput, wide
 from ds_ops.grouped import grouped_matmul
@@ -137,6 +140,9 @@ class AutoEPMoELayer(nn.Module, metaclass=_AlsoCut):
     """
 
     _is_autoep_layer = True
+    ep_group: Any = None
+    tp_group: Any = None
+    folding_group_handles: FoldingGroupHandles | None = None
 
     def __init__(
         self, spec: MoELayerSpec, source_module: nn.Module, ep_size: int, ep_rank: int, config: AutoEPConfig
@@ -174,15 +180,40 @@ class AutoEPMoELayer(nn.Module, metaclass=_AlsoCut):
         gate_name = spec.shared_experts_gate_name
         self.shared_experts_gate = getattr(source_module, gate_name) if gate_name else None
 
+    def set_deepspeed_parallelism(
+        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: FoldingGroupHandles | None = None
+    ) -> None:
+        """Say which ranks share the experts. Collective over the world; without this the first forward makes groups of neighbours.
+
+        Args:
+            use_data_before_expert_parallel_: Ranks with the same experts are neighbours.
+            folding_group_handles: Groups of expert parallelism beside tensor parallelism, whose ranks take a part of their tokens each.
+        """
+        if folding_group_handles is None:
+            self.places = make_places(self.ep_size, data_first=use_data_before_expert_parallel_)
+            self.ep_group = self.places.expert.pg
+            return
+        self.folding_group_handles = handles = folding_group_handles
+        self.ep_group_name, self.ep_group, self.tp_group = handles.ep_group_name, handles.ep_group, handles.tp_group
+        self.ep_rank = import_module("deepspeed.module_inject.auto_ep_layer").dist.get_rank(group=handles.ep_group)
+        self.places = None
+
+    def _places(self) -> ExpertGroups:
+        handles = self.folding_group_handles
+        if handles is None:
+            return make_places(self.ep_size)
+        copies = as_group(handles.edp_group)
+        return ExpertGroups(as_group(handles.ep_group), copies, copies, as_group(handles.tp_group))
+
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Route tokens to their experts, and return their combined outputs: [..., n] to [..., n]. Collective over the ranks that share experts."""
         if self.places is None:
-            self.places = make_places(self.ep_size)
+            self.places = self._places()
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         weights, experts, counts = self.router(x)
         routed = RouterOutput(experts, weights, counts.long(), weights.new_zeros(()), weights.detach())
-        first = self.score_apply == "pre"
-        out = through_experts(x, routed, self.experts.compute, self.places, weigh_first=first).to(x.dtype)
+        how = RoutingOptions(weigh_first=self.score_apply == "pre")
+        out = route_through(x, routed, self.experts.compute, self.places, how).to(x.dtype)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             out = out + (
@@ -272,7 +303,7 @@ class AutoEP:
             self.replace_moe_layer(spec, ep_size, ep_rank)
 
 
-def dress_blocks(model: nn.Module) -> None:
+def dress_blocks(model: nn.Module, mesh: Mesh) -> None:
     """Give the blocks that an engine has cut the attributes of `AutoEPMoELayer`, but for names of weights: these are the model's own."""
     modules = dict(model.named_modules())
     for name, layer in modules.items():
@@ -286,9 +317,23 @@ def dress_blocks(model: nn.Module) -> None:
         given = {
             "_is_autoep_layer": True, "router": router, "num_experts": layer.num_experts, "num_local_experts": layer.num_experts // size,
             "ep_size": size, "ep_rank": places.expert.rank, "ep_group_name": f"ep_size_{size}", "ep_group": places.expert.pg,
+            "tp_group": places.tensor.pg, "folding_group_handles": _handles(places, mesh),
         }  # fmt: skip
         given = {key: value for key, value in given.items() if key not in children and not hasattr(block, key)}
         vars(block).update(given, _dressed_block=tuple(given))
+
+
+def _handles(places: ExpertGroups, mesh: Mesh) -> FoldingGroupHandles | None:
+    """Return the groups of experts beside tensor parallelism; None without that."""
+    if places.tensor.size == 1:
+        return None
+    tensor, batch, expert, copies = places.tensor, mesh["gradient"], places.expert, places.data
+    spec = build_folding_spec(
+        world_size=mesh["world"].size, pp_size=mesh["pipe"].size, tp_size=tensor.size, ep_size=expert.size
+    )
+    return FoldingGroupHandles(
+        spec, tensor.pg, batch.pg, expert.pg, copies.pg, f"ep_size_{expert.size}", tensor.ranks, batch.ranks, expert.ranks, copies.ranks
+    )  # fmt: skip
 
 
 def undress_blocks(model: nn.Module) -> None:

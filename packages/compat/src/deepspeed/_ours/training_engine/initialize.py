@@ -377,7 +377,7 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequ
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
     group_getters.share_gathered(engine.mesh, max(1, engine.plan.config.zero_optimization.zero_hpz_partition_size))
-    dress_blocks(model)
+    dress_blocks(model, engine.mesh)
     if engine.mesh["tensor"].size == 1:
         return
     set_autotp_mode(training=True)
