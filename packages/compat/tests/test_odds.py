@@ -282,6 +282,11 @@ def test_gradients_of_each_group_and_the_tensors_of_parameters(device):
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}]
     engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     assert sum(flat.numel() for flat in optimizer.bit16_groups_flat) >= 8
+    for parts, state in zip(
+        optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+    ):
+        assert parts[0].data_ptr() % (2 * optimizer.nccl_start_alignment_factor) == 0
+        torch.testing.assert_close(parts[0].float(), state)
     engine.backward(engine(torch.ones(1, 3)).sum())
     found = {number: [grad.numel() for grad in grads] for number, grads in optimizer.averaged_gradients.items()}
     assert found == ({0: [6], 1: [2]} if device == "none" else {})
@@ -484,3 +489,27 @@ def test_gradients_of_stage_0_stay_in_the_format_of_the_weights():
         engine.step()
     torch.testing.assert_close((before - model.weight).float(), torch.full((2, 4), 0.375), atol=0.01, rtol=0)
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("sums", [None, "bf16", "fp32"])
+@world(1)
+def test_updates_below_the_last_bit_of_a_bf16_weight_add_up(stage, sums):
+    import deepspeed
+
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # a bf16 near 1 is a multiple of 1/256
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        "data_types": {"grad_accum_dtype": sums},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(20):
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+        engine.step()
+    with deepspeed.zero.GatheredParameters(model.weight):
+        torch.testing.assert_close(model.weight.float(), torch.full((4, 4), 0.98), atol=2e-3, rtol=0)

@@ -78,6 +78,8 @@ def test_gradients_are_summed_in_fp32_at_least_and_travel_in_the_format_asked_fo
     assert (plain.accumulate, plain.same) == (torch.float32, True)
     half = Precision().resolve(torch.bfloat16)
     assert (half.accumulate, half.master, half.same) == (torch.float32, torch.float32, False)
+    sums = Precision(accumulate=torch.bfloat16).resolve(torch.bfloat16)
+    assert (sums.accumulate, sums.master) == (torch.bfloat16, torch.float32), "only sums are rounded"
     assert Precision().resolve(torch.float64).accumulate is torch.float64
     ruled = Precision(reduce=torch.float16, rules=(PrecisionRule("norm.*", param=torch.float32),))
     assert ruled.resolve(torch.bfloat16, "norm.weight").reduce is torch.float32

@@ -126,7 +126,7 @@ class Precision:
         param: Format of the full copy.
         reduce: Format of gradients between ranks; default: that of the parameter.
         accumulate: Format micro-batches add up in; default: fp32, or the parameter's where that is wider.
-        master: Format of the shard the optimizer updates; default: as `accumulate`.
+        master: Format of the shard the optimizer updates; default: fp32, or the parameter's where that is wider.
         scale: Loss scaling; None for none.
         skip_nonfinite: Skip a step whose gradients are not finite. Always so with loss scaling.
         rules: For some parameters; the first that matches counts.
@@ -169,10 +169,11 @@ class Precision:
         number = self.rule_of(name)
         rule = PrecisionRule("") if number is None else self.rules[number]
         param = rule.param or self.param or dtype
-        accumulate = rule.accumulate or self.accumulate or (param if param.itemsize >= 4 else torch.float32)
+        wide = param if param.itemsize >= 4 else torch.float32
+        accumulate = rule.accumulate or self.accumulate or wide
         # A format asked for this parameter is also the one its gradients travel in.
         reduce = rule.reduce or (rule.param if rule.param is not None else self.reduce) or param
-        return Dtypes(param, reduce, accumulate, rule.master or self.master or accumulate, rule.state or self.state)
+        return Dtypes(param, reduce, accumulate, rule.master or self.master or wide, rule.state or self.state)
 
 
 _RECIPES: Mapping[str, Precision] = {

@@ -215,6 +215,15 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
             raise AttributeError("bit16_groups_flat: parameters are sharded")
         return [unit.full for unit in self.sharding.units if unit.spec.trained]
 
+    nccl_start_alignment_factor = 2
+    """Elements that the parts of `bit16_groups_flat` begin at a multiple of."""
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """The parts of `bit16_groups_flat` whose state each rank has: views, rank by rank."""
+        ranks = [unit.groups.shard_group.size for unit in self.sharding.units if unit.spec.trained]
+        return [list(flat.chunk(size)) for flat, size in zip(self.bit16_groups_flat, ranks, strict=True)]
+
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """This rank's elements of the gradients so far, by number of the parameter group; copies. Empty where `accumulated_grads_in_cpu` has them."""
