@@ -513,3 +513,37 @@ def test_updates_below_the_last_bit_of_a_bf16_weight_add_up(stage, sums):
         engine.step()
     with deepspeed.zero.GatheredParameters(model.weight):
         torch.testing.assert_close(model.weight.float(), torch.full((4, 4), 0.98), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@world(1)
+def test_parameters_of_the_optimizer_in_no_module_of_the_model(stage, tmp_path):
+    import deepspeed
+
+    def start():
+        torch.manual_seed(0)
+        model, temperature = nn.Linear(4, 2), nn.Parameter(torch.zeros(()))
+        config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        params = [*model.parameters(), temperature]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.Adam(params, lr=1e-2), config=config)
+        return engine, temperature
+
+    def train(engine, temperature):
+        for step in range(2):
+            y = engine(torch.full((2, 4), 1.0 + step, dtype=torch.bfloat16)).float()
+            engine.backward((y * temperature.exp()).square().mean())
+            engine.step()
+        return temperature.item(), engine.get_global_grad_norm()
+
+    engine, temperature = start()
+    assert temperature.dtype is torch.float32, "what the model's casting does not reach"
+    train(engine, temperature)
+    assert temperature.item() == pytest.approx(-0.02, abs=5e-4)
+    engine.save_checkpoint(tmp_path)
+    assert list(engine._consolidated_16bit_state_dict()) == ["weight", "bias"]
+    expected = train(engine, temperature)
+    engine.destroy()
+    engine, temperature = start()
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, temperature) == expected
+    engine.destroy()

@@ -667,13 +667,73 @@ def rate_finder(run: Run) -> None:
     optimizer.step()
 
 
-@loop(everywhere("zero-foreign-parameters"))
+@loop()
 def temperature_outside(run: Run) -> None:
-    """A learned temperature (CLIP, SAC) that is in the optimizer and in no module of the model."""
+    """A learned temperature (CLIP, SAC) that is in the optimizer and in no module of the model, clipped with it."""
     model, temperature = run.net(), nn.Parameter(torch.ones(()))
-    optimizer = run.wrap(model, torch.optim.AdamW([*model.parameters(), temperature], lr=1e-2))
-    run.loss(model, 0).backward()
-    optimizer.step()
+    params = [*model.parameters(), temperature]
+    optimizer = run.wrap(model, torch.optim.AdamW(params, lr=1e-2))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (model(run.x(step)) * temperature.exp()).square().mean().backward()
+        run.numbers.append(nn.utils.clip_grad_norm_(params, 0.1).item())
+        run.numbers.append(float(temperature.grad.norm()))
+        optimizer.step()
+        run.numbers.append(temperature.item())
+
+
+@loop()
+def loss_with_parameters(run: Run) -> None:
+    """A loss with weights of its own, in a group of its own (ArcFace, uncertainty weighting); its state dict is saved."""
+    model = run.net()
+    torch.manual_seed(5)
+    criterion = nn.Linear(3, 4)
+    groups = [{"params": model.parameters()}, {"params": criterion.parameters(), "lr": 0.05, "weight_decay": 0.0}]
+    optimizer = run.wrap(model, torch.optim.AdamW(groups, lr=1e-2))
+    for step in range(STEPS):
+        criterion(model(run.x(step))).logsumexp(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.numbers.extend(float(value.double().sum()) for value in criterion.state_dict().values())
+    saved = copy.deepcopy(optimizer.state_dict())
+    for step in range(STEPS):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        criterion(model(run.x(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.numbers.extend(criterion.weight.flatten().tolist())
+
+
+@loop()
+def group_from_outside_added(run: Run) -> None:
+    """`optimizer.add_param_group` of a head that is in no module of the model, after two steps; accumulation."""
+    model, optimizer = run.pair()
+    torch.manual_seed(6)
+    head = nn.Linear(3, 2)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": list(head.parameters()), "lr": 0.2})
+        for micro in range(2):
+            (head(model(run.x(10 * step + micro))).square().mean() * 10).backward()
+        if step < 2:
+            head.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.numbers.extend([*head.weight.flatten().tolist(), *head.bias.tolist()])
+
+
+@loop()
+def prompt_outside_of_frozen_model(run: Run) -> None:
+    """A soft prompt alone is trained, through a frozen model that it is no part of."""
+    model = run.net().requires_grad_(False)
+    prompt = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+    optimizer = run.wrap(model, torch.optim.Adam([prompt], lr=0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run.numbers.append(float(prompt.detach().sum()))
+        model(run.x(step) + prompt).square().mean().backward()
+        optimizer.step()
+    run.numbers.extend(prompt.tolist())
 
 
 @loop()

@@ -183,7 +183,7 @@ def test_groups_that_cannot_be_added() -> None:
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [net.a.weight]})
     with pytest.raises(PlanError) as error:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
     assert error.value.code == "zero-foreign-parameters"
     net(torch.ones(1, 5), 0).sum().backward()
     with pytest.raises(PlanError) as error:

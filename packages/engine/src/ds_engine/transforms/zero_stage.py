@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_config.errors import PlanError
 from ds_engine.all_or_nothing import all_or_nothing
@@ -120,10 +121,23 @@ def _wire(sharding: ShardPlan, ranks: int) -> QuantizedComm:
 
 def _optimizer_and_scheduler(site: BuildContext) -> tuple[torch.optim.Optimizer | None, Any]:
     inner = _optimizer(site)
+    if inner is not None and site.mesh["pipe"].size > 1:
+        _check_stage(site.model, inner)
     if inner is not None and site.mesh["pipe"].size == 1 and not hasattr(site.parts.scheduler, "state_dict"):
         # As DeepSpeed does. Stages keep theirs, so that all have as many; so does the optimizer of a scheduler that has counted them.
         inner.param_groups[:] = [group for group in inner.param_groups if group["params"]] or inner.param_groups[:1]
     return inner, None if inner is None else _scheduler(site, inner)
+
+
+def _check_stage(stage: nn.Module, inner: torch.optim.Optimizer) -> None:
+    known = set(map(id, stage.parameters()))
+    outside = [tuple(p.shape) for group in inner.param_groups for p in group["params"] if id(p) not in known]
+    if outside:
+        raise PlanError(
+            f"the optimizer of a pipeline stage has {len(outside)} parameters that are not the stage's, of shapes {outside[:5]}",
+            code="zero-foreign-parameters",
+            fix="Put them into a layer of the pipeline, or use a mesh without stages.",
+        )
 
 
 def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:

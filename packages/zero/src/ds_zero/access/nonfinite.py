@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_zero.layout.model_members import named_members
 from ds_zero.runtime.forward_backward import tensors_in
 
 __all__ = ["Nonfinite", "NonfiniteDetector"]
@@ -59,7 +60,7 @@ class NonfiniteDetector:
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._before(name)))
             self._handles.append(module.register_forward_hook(self._after(name)))
-        for name, param in self.model.named_parameters():
+        for name, param in named_members(self.model).items():
             if param.requires_grad:
                 self._handles.append(param.register_hook(self._gradient(name)))
         return self

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from ds_config.errors import PlanError
+from ds_zero.layout.units import OUTSIDE
 
 __all__ = ["Dtypes", "LossScale", "Precision", "PrecisionRule", "ScaleState", "next_scale"]
 
@@ -159,7 +160,9 @@ class Precision:
         return _RECIPES[name]
 
     def rule_of(self, name: str) -> int | None:
-        """Number of the rule that applies to a parameter; None if none does."""
+        """Number of the rule that applies to a parameter; None if none does, -1 for one that is in no module of the model and keeps its format."""
+        if name.startswith(OUTSIDE):
+            return -1
         return next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.names)), None)
 
     def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
@@ -167,7 +170,10 @@ class Precision:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return Dtypes(dtype, dtype, dtype, dtype)
         number = self.rule_of(name)
-        rule = PrecisionRule("") if number is None else self.rules[number]
+        if number == -1:
+            rule = PrecisionRule("", param=dtype, reduce=self.reduce or dtype)
+        else:
+            rule = PrecisionRule("") if number is None else self.rules[number]
         param = rule.param or self.param or dtype
         wide = param if param.itemsize >= 4 else torch.float32
         accumulate = rule.accumulate or self.accumulate or wide

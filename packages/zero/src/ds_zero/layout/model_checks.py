@@ -7,6 +7,7 @@ from torch import nn
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.dtypes_plan import Precision
+from ds_zero.layout.model_members import named_members
 
 __all__ = ["check_model", "is_scripted"]
 
@@ -56,7 +57,7 @@ def check_model(model: nn.Module, precision: Precision, ranks: int, *, released:
 
 def _check_gather_hooks(model: nn.Module) -> None:
     # torchao's weights for `enable_fsdp_float8_all_gather`: FSDP2 calls them around its all-gather, no other library does.
-    names = [name for name, param in model.named_parameters() if hasattr(param, "fsdp_pre_all_gather")]
+    names = [name for name, param in named_members(model).items() if hasattr(param, "fsdp_pre_all_gather")]
     if names:
         raise UnsupportedError(
             f"{', '.join(names[:5])}: weights that convert themselves for FSDP2's all-gather (enable_fsdp_float8_all_gather)",
@@ -66,7 +67,7 @@ def _check_gather_hooks(model: nn.Module) -> None:
 
 
 def _check_complex(model: nn.Module) -> None:
-    names = [name for name, param in model.named_parameters() if param.is_complex() and param.requires_grad]
+    names = [name for name, param in named_members(model).items() if param.is_complex() and param.requires_grad]
     if names:
         raise UnsupportedError(
             f"{', '.join(names[:5])}: complex parameters cannot be summed over ranks",

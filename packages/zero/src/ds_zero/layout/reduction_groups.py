@@ -22,6 +22,7 @@ from ds_comm.metadata import metadata_device
 from ds_comm.part_gradients import refuse_dtensors
 from ds_comm.reduction_group import Logical, ReductionGroup, param_sharding
 from ds_config.errors import PlanError
+from ds_zero.layout.model_members import named_members
 from ds_zero.layout.units import DENSE, UnitSpec
 
 __all__ = ["Replicas", "check_same", "cut", "family_name", "find_reduction_groups"]
@@ -70,12 +71,12 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
         PlanError: two reduction groups have one name, or a group lacks this rank ("zero-reduction-group"); a parameter is a DTensor ("comm-dtensor").
     """
     refuse_dtensors(
-        model.parameters(),
+        named_members(model).values(),
         "ds-zero shards plain parameters itself",
         "Cut the model with ds_parallel.tensor.parallelize_model and say so with its assign(data, divisor), or use torch's fully_shard.",
     )
     declared: dict[str, ReductionGroup] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*named_members(model).items(), *model.named_buffers()]:
         family = param_sharding(tensor).family
         if family is None:
             continue

@@ -24,8 +24,18 @@ from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
 from ds_zero.layout.elements import Kind, UnitLayout
+from ds_zero.layout.model_members import named_members
 from ds_zero.layout.reduction_groups import family_name
-from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSizePolicy, UnitSpec
+from ds_zero.layout.units import (
+    OUTSIDE,
+    STAGES,
+    ModuleInfo,
+    ParamInfo,
+    ShardingStrategy,
+    UnitBytes,
+    UnitSizePolicy,
+    UnitSpec,
+)
 
 __all__ = [
     "PAGE_BYTES",
@@ -398,8 +408,8 @@ def describe(
     """
     modules = [ModuleInfo(name, has_forward(module)) for name, module in model.named_modules()]
     params = []
-    for name, param in model.named_parameters():
-        owner = name.rpartition(".")[0]
+    for name, param in named_members(model).items():
+        owner = "" if name.startswith(OUTSIDE) else name.rpartition(".")[0]
         group = groups.get(id(param)) if param.requires_grad else None
         traits = OptimizerTraits(states=0)
         if group is not None:

@@ -97,6 +97,9 @@ class UnitBytes:
 DENSE = "dense"
 """The family of parameters that nobody assigned to one."""
 
+OUTSIDE = "outside_model."
+"""How the names of parameters begin that are trained with a model and in no module of it, see `model_members.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
@@ -155,7 +158,7 @@ class UnitSizePolicy:
     Attributes:
         max_numel: Cut above this; a single parameter above it is a unit of its own. None: an eighth of the model.
         persist_numel: With sharded parameters, parameters up to this size stay gathered ...
-        persist_total: ... as long as all of them together stay below this.
+        persist_total: ... as long as all of them together stay below this. What is in no module of the model always stays: no forward would gather it.
         leaves: Qualified names of modules that are never split (a hint; results do not depend on it).
     """
 
@@ -230,7 +233,9 @@ def _persistent(params: Sequence[ParamInfo], policy: UnitSizePolicy) -> set[str]
     stay: set[str] = set()
     left = math.inf if policy.persist_total is None else policy.persist_total
     for param in params:
-        if param.numel <= policy.persist_numel and param.numel <= left:
+        if param.name.startswith(OUTSIDE):
+            stay.add(param.name)
+        elif param.numel <= policy.persist_numel and param.numel <= left:
             stay.add(param.name)
             left -= param.numel
     return stay

@@ -38,6 +38,7 @@ from ds_zero._torch import accumulates
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.model_checks import check_model, is_scripted
+from ds_zero.layout.model_members import named_members
 from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.units import DENSE, plan_units
@@ -242,7 +243,7 @@ class ShardedModel:
         _check_everyone(self.everyone, self.families, options)
         params, modules = describe(model, groups, habits or OptimizerTraits(options.layout or "flat"), self.precision)
         specs = plan_units(params, modules, residency, options.policy)
-        by_name = dict(model.named_parameters())
+        by_name = named_members(model)
         self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
         check_same(specs, self.logical, self.families)
         self.unloaded = {name for name, param in by_name.items() if param.is_meta}

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from ds_comm import LocalShard
 from ds_config.errors import PlanError
 from ds_zero.layout.dtypes_plan import ScaleState, next_scale
+from ds_zero.layout.model_members import named_members, set_outside
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.gradient_norms import GradientAccess, GradientAgreement
@@ -99,8 +101,10 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
         self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
         check_differences(option_settings(options, inner), group_for(options), "shard")
+        check_members(model, params := [p for group in inner.param_groups for p in group["params"]])
+        set_outside(model, params)
         check_inner(model, inner, options)
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in named_members(model).items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
         self.inner, self.divisor, self.gain = inner, 1.0, 1.0
         self.last: StepReport | None = None
@@ -154,7 +158,7 @@ class ShardedOptimizer(Optimizer):
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, OptimizerTraits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
-        self._frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        self._frozen = {id(p): p for p in named_members(model).values() if not p.requires_grad}
         self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
@@ -225,12 +229,13 @@ class ShardedOptimizer(Optimizer):
         self.sharding.close()
         self.inner.state.clear()
         self._cut(model, options, self._habits)
-        dropped = {self.sharding.logical[n].name for n, p in model.named_parameters() if not p.requires_grad}
+        members = named_members(model).items()
+        dropped = {self.sharding.logical[n].name for n, p in members if not p.requires_grad}
         scalars["scalars"] = {
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
         self._saved.load(scalars)
-        self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
+        self.state_store.carry(fragments, {n for n, p in members if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
     @property
@@ -576,10 +581,10 @@ class ShardedOptimizer(Optimizer):
             self._scale = ScaleState(**state_dict["loss_scale"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters, which are in none, and plan the units anew. Collective, between steps; cost: as `replan`.
+        """Add a group of parameters, which are in none, and plan the units anew. Collective, between steps; cost: as `replan`.
 
         Raises:
-            PlanError: parameters that are not the model's ("zero-foreign-parameters"), or a backward has begun since the last step
+            PlanError: parameters of another sharded model ("zero-foreign-parameters"), or a backward has begun since the last step
                 ("zero-add-group").
             ValueError: a parameter is in a group.
         """
@@ -596,12 +601,13 @@ class ShardedOptimizer(Optimizer):
         model, number, given = self.sharding.model, len(self.param_groups), param_group["params"]
         entries = [given] if isinstance(given, Tensor) else list(given)
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        check_members(model, params)
+        check_members(model, params, added=True)
         if any(id(param) in self._groups for param in params):
             raise ValueError("some parameters appear in more than one parameter group")
         self.inner.add_param_group({**param_group, "params": params})
+        set_outside(model, chain(named_members(model).values(), params))
         self._habits[number] = self._traits(self.sharding.options)[number]
-        names = {id(param): name for name, param in model.named_parameters()}
+        names = {id(param): name for name, param in named_members(model).items()}
         self._groups.update((id(param), number) for param in params)
         self._names.append([names[id(param)] for param in params])
         self.replan()
@@ -614,5 +620,6 @@ class ShardedOptimizer(Optimizer):
         self._zero_grad.detach()
         self.sharding.close()
         self.inner.state = defaultdict(dict)
+        set_outside(self.sharding.model, ())
         for group in self.param_groups:
             group["params"] = []

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ds_comm import Group
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
+from ds_zero.layout.model_members import set_outside
 from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, ShardOptions
 from ds_zero.layout.units import ShardingStrategy, UnitSizePolicy, UnitSpec
 from ds_zero.runtime.sharded_model import ShardedModel
@@ -52,18 +53,19 @@ def shard(
 
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
-        optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
+        optimizer: Built on the model's parameters, and perhaps others that are in no module; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:
-        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
+        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer was built for another model
             ("zero-foreign-parameters"), or an option is not known.
     Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
     that keeps one clones it; between a backward and the step `param.grad` is a `ShardedGradient`.
     """
     chosen = ShardOptions(**options)
     if optimizer is None:
+        set_outside(model, ())
         return ShardedModel(model, {}, chosen)
     made = ShardedOptimizer(model, optimizer, chosen)
     made.show_gradients()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ds_config.errors import PlanError, UnsupportedError
@@ -22,7 +23,9 @@ from ds_ops.optim import OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
+from ds_zero.layout.model_members import named_members
 from ds_zero.layout.shard_options import OffloadPolicy, OptimizerTraits, ShardOptions, dtype_name
+from ds_zero.runtime.sharded_model import sharding_of
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.probe import CannotStepError, ask, shapes_of
 
@@ -95,9 +98,7 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     """Check that the options can work with this optimizer.
 
     Raises:
-        PlanError: the optimizer has parameters that the model does not have ("zero-foreign-parameters"), or its updates
-        cannot begin
-            during backward ("zero-early").
+        PlanError: the optimizer's updates cannot begin during backward ("zero-early").
         UnsupportedError: the optimizer reduces what is sharded ("optimizer-owns-reduction"), or cannot store its state
         in the dtype asked
             for ("zero-state-dtype").
@@ -105,8 +106,7 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     if isinstance(options.offload_optimizer, OffloadPolicy) and options.offload_optimizer.overlap_ratio:
         check_early(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    check_members(model, params)
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named_members(model).items()}
     if owns_reduction(optimizer) and options.residency.shard_optim:
         raise UnsupportedError(
             f"{type(optimizer).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
@@ -125,20 +125,31 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
             )
 
 
-def check_members(model: nn.Module, params: Sequence[Tensor]) -> None:
-    """Check that an optimizer's parameters are the model's.
+def check_members(model: nn.Module, params: Sequence[Tensor], *, added: bool = False) -> None:
+    """Check that an optimizer's parameters can be trained with the model. Those that are in no module of it are, beside its own.
 
+    Args:
+        added: These are a group that is added.
     Raises:
-        PlanError: some are not ("zero-foreign-parameters").
+        PlanError: all of them are others than the model's, which has such that are trained: it was built for another model; or some are
+            another sharded model's ("zero-foreign-parameters").
     """
     known = set(map(id, model.parameters()))
-    foreign = [tuple(p.shape) for p in params if id(p) not in known]
-    if foreign:
-        raise PlanError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes {foreign[:5]}",
-            code="zero-foreign-parameters",
-            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
-        )
+    outside = [p for p in params if id(p) not in known]
+    plain = [p for p in outside if not isinstance(p, Parameter)]
+    none = (
+        bool(params) and len(outside) == len(params) and not added and any(p.requires_grad for p in model.parameters())
+    )
+    others = [p for p in outside if (owner := sharding_of(p)) is not None and owner.model is not model]
+    if not (none or others or plain):
+        return
+    kinds = "and none of the model's" if none else f"{len(others)} of which are sharded with another model"
+    raise PlanError(
+        f"the optimizer has {len(outside)} parameters that are not the model's, of shapes {[tuple(p.shape) for p in outside[:5]]}, "
+        + (f"{len(plain)} of which are no torch.nn.Parameter" if plain else kinds),
+        code="zero-foreign-parameters",
+        fix="Build the optimizer from model.parameters() of the model given to `shard`, as it is then; what is trained beside it must be an nn.Parameter.",
+    )
 
 
 def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> bool:
