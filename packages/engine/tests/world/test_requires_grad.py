@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_engine
+from ds_config.errors import PlanError
 from ds_pipe import PipelineModule
 from ds_testing import world
 from ds_zero import GatheredParameters
@@ -201,3 +202,14 @@ def test_a_graph_waits_while_a_layer_is_thawed(stage: int) -> None:
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     engine.close()
+
+
+@world(2)
+def test_a_stage_does_not_train_what_no_stage_has() -> None:
+    """Only the last stage would have its gradient."""
+    net = PipelineModule(list(layers()), num_stages=2, loss_fn=lambda out, x: out.square().mean())
+    params = [*net.parameters(), nn.Parameter(torch.zeros(()))]
+    config = {"train_micro_batch_size_per_gpu": 3}
+    with pytest.raises(PlanError) as error:
+        ds_engine.initialize(model=net, optimizer=torch.optim.AdamW(params), config=config)
+    assert error.value.code == "zero-foreign-parameters"
