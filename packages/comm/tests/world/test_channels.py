@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -242,6 +243,21 @@ def test_a_steady_stream_pickles_nothing_and_leaves_nothing_open(shared: bool, m
         del channels
     dist.barrier()
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the connection to the store is closed when it is collected
+
+
+@world(2)
+def test_no_rank_connects_to_a_store_that_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message of a pipeline may be waited for after the rank that serves the store was killed."""
+    channels = Channels(None)
+    monkeypatch.delattr("ds_comm.channels.rings.second_connection")
+    if dist.get_rank() == 0:
+        channels.sender(1).send(message(0, 0)).wait()
+        channels._rings._store = Mock(set=Mock(side_effect=dist.DistNetworkError("Broken pipe")))
+        with pytest.raises(CommError, match=r"send.* failed: Broken pipe"):
+            channels.sender(1, tag=1).send(message(0, 0))
+    else:
+        assert same(channels.receiver(0).recv(), message(0, 0))
+    dist.barrier()
 
 
 @world(2)

@@ -16,7 +16,7 @@ from ds_comm.channels.signature import MessageSignature
 from ds_comm.groups import Group
 from ds_comm.node_topology import Neighbour
 from ds_comm.watch.recorder import current
-from ds_comm.work import Work
+from ds_comm.work import Work, failed
 from ds_ops.shm_collectives import SharedSegment
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class Rings:
         self._sending: list[RingSender] = []
         order = group.order
         self._number = 0 if order is None else order.mark  # the same on all ranks, another one for the next Rings
-        self._store: Store | None = None
+        # Opened while all ranks are there: to connect later to a host that has ended takes as long as a rendezvous may, out of sight of any watchdog.
+        near = any(neighbours[group.rank].shares(other) for rank, other in enumerate(neighbours) if rank != group.rank)
+        self._store: Store | None = second_connection(group.link) if near and group.link is not None else None
         self.segments: list[SharedSegment] = []
 
     def sender(self, to: int, tag: int, unit: str) -> _LateSender:
@@ -59,9 +61,7 @@ class Rings:
     def store(self) -> Store:
         """The group's store; a connection of our own."""
         if self._store is None:
-            if self.group.link is None:
-                raise RuntimeError(f"{self.group} has one rank: it has no store, and no channels")
-            self._store = second_connection(self.group.link)
+            raise RuntimeError(f"{self.group} has no other rank on this host: it has no rings")
         return self._store
 
     def close(self) -> None:
@@ -93,7 +93,13 @@ class _LateSender:
         segment = SharedSegment(plan.nbytes)
         rings.segments.append(segment)  # open for as long as the other may still come
         sender = RingSender(segment, plan, rings.pids(rank, peer), self._end)
-        rings.store.set(rings.note(rank, peer, self._tag), json.dumps([segment.token, plan.cells, plan.cell_bytes]))
+        try:
+            rings.store.set(rings.note(rank, peer, self._tag), json.dumps([segment.token, plan.cells, plan.cell_bytes]))
+        except RuntimeError as error:  # the rank that serves the store has ended
+            slot = self._end.begin(None)
+            finding = current().explain(slot)
+            current().ended(slot)
+            raise failed(self._end.call, finding, error) from None
         return sender
 
 
