@@ -241,3 +241,34 @@ def test_a_layer_is_told_who_shares_its_experts(folded):
     wanted.square().sum().backward()
     expected = original.experts.down_proj.grad.chunk(2)[rank]
     torch.testing.assert_close(model[0].experts.w2.grad, expected if folded else 2 * expected)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_layers_made_by_hand_keep_their_experts_in_an_engine(stage, tmp_path):
+    torch.manual_seed(0)
+    model, section = nn.Sequential(Block(False)), AutoEPConfig(enabled=True, preset_model="mixtral")
+    model.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+    auto, original, rank = AutoEP(model, section), model[0], deepspeed.comm.get_rank()
+    auto.replace_moe_layers(auto.ep_parser(), ep_size=2, ep_rank=rank)
+    config = {
+        "train_batch_size": 2, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    x = torch.randn(3, WIDTH)  # the same on both ranks
+    output, wanted = engine(x), original(x)
+    torch.testing.assert_close(output, wanted)
+    engine.backward(output.square().mean())
+    engine.step()
+    wanted.square().mean().backward()
+    trained = original.experts.down_proj - 0.5 * original.experts.down_proj.grad
+    engine.save_checkpoint(tmp_path)
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        torch.testing.assert_close(model[0].experts.w2.detach(), trained.detach().chunk(2)[rank])
+    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0 if stage else None), torch.no_grad():
+        model[0].experts.w2.zero_()
+    engine.load_checkpoint(tmp_path)
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        torch.testing.assert_close(model[0].experts.w2.detach(), trained.detach().chunk(2)[rank])
+    engine.destroy()

@@ -24,7 +24,7 @@ from deepspeed._ours.parallel.autoep_config import (
 )
 from deepspeed._ours.parallel.autoep_folding import FoldingGroupHandles, build_folding_spec
 from deepspeed._ours.parallel.moe_gates import classify_fused_gate_up_layout
-from ds_comm import Mesh, as_group
+from ds_comm import Box, Mesh, ParamSharding, as_group, set_param_sharding
 from ds_moe import ExpertGroups, RouterOptions, make_places, select_experts
 from ds_moe.detect import MoEBlock, recognise
 from ds_moe.dispatch import DispatchRows, exchange_of
@@ -176,6 +176,13 @@ class AutoEPMoELayer(nn.Module, metaclass=_AlsoCut):
         weights = repack_expert_weights(source, spec, ep_rank, ep_size)
         for name, weight, train in zip(("w1", "w2", "w3"), weights, trained, strict=True):
             setattr(self.experts, name, nn.Parameter(weight, requires_grad=train))
+        for name, param in self.named_parameters():
+            own = name.startswith("experts.")
+            vars(param).update({"ds_zero_placement_family": "autoep_expert" if own else "replicated"})
+            if own:
+                vars(param).update(
+                    allreduce=False, group_name=self.ep_group_name, ds_zero_partition_group_name=self.ep_group_name
+                )
         self.shared_experts = getattr(source_module, spec.shared_experts_name) if spec.has_shared_experts else None
         gate_name = spec.shared_experts_gate_name
         self.shared_experts_gate = getattr(source_module, gate_name) if gate_name else None
@@ -301,6 +308,32 @@ class AutoEP:
         """Replace several blocks."""
         for spec in specs:
             self.replace_moe_layer(spec, ep_size, ep_rank)
+
+
+def settle_blocks(model: nn.Module, tensor: int) -> None:
+    """Tell an engine which ranks hold the experts of the layers that a program made. Collective over the world for those that were not told.
+
+    Args:
+        tensor: Tensor-parallel ranks.
+
+    Raises:
+        PlanError: a layer does not know its groups beside tensor parallelism ("compat-call-order"); a ValueError, too.
+    """
+    for name, layer in model.named_modules():
+        if not type.__instancecheck__(AutoEPMoELayer, layer):
+            continue
+        made: Any = layer
+        if tensor > 1 and made.folding_group_handles is None:
+            raise refused("unfolded-experts", name, tensor)
+        if made.places is None:
+            made.places = made._places()
+        places, local = made.places, made.num_local_experts
+        family = places.family if places.holders.size * places.expert.size > 1 else None
+        for key, param in made.experts.named_parameters():
+            shape = tuple(_shape(param))
+            box = Box((places.expert.rank * local, *[0] * (len(shape) - 1)), shape)
+            whole = (made.num_experts, *shape[1:])
+            set_param_sharding(param, ParamSharding(family, f"{name}.experts.{key}".lstrip("."), whole, box))
 
 
 def dress_blocks(model: nn.Module, mesh: Mesh) -> None:

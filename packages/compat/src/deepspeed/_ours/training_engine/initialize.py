@@ -25,7 +25,7 @@ from deepspeed._ours.config.section_models import get_zero_config
 from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
 from deepspeed._ours.native_ops.quantized_layers import is_quantized
 from deepspeed._ours.optimizers.optimizer_classes import dress_optimizer
-from deepspeed._ours.parallel.autoep_layer import dress_blocks
+from deepspeed._ours.parallel.autoep_layer import dress_blocks, settle_blocks
 from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
@@ -100,6 +100,7 @@ def initialize(
         mark_leaf_modules(model, _zero_section(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
     check_configuration(resolved, world_group())
+    settle_blocks(model, degrees_of(resolved)["tensor"])
     shapes = replace(
         shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
     )
