@@ -420,6 +420,9 @@ def test_mistakes_are_errors(make_model: Make, config: Settings, rows: Any) -> N
         ({"mesh_param": (1, 2)}, PlanError, "mesh-size"),
         ({"config": None}, ConfigError, "config-source"),
         ({"optimizer": "adam"}, PlanError, "engine-optimizer"),
+        ({"optimizer": lambda params: "adam"}, PlanError, "engine-optimizer"),
+        ({"lr_scheduler": lambda optimizer: "cosine"}, PlanError, "engine-optimizer"),
+        ({"model_parameters": []}, PlanError, "engine-optimizer"),
         ({"training_data": iter([1])}, UnsupportedError, "data-iterable"),
     ],
 )
@@ -429,6 +432,15 @@ def test_bad_arguments_of_initialize(
     with pytest.raises(kind) as caught:
         ds_engine.initialize(**({"model": make_model(), "config": config()} | arguments))
     assert caught.value.code == code
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_listed_twice_is_refused(make_model: Make, config: Settings) -> None:
+    """torch would step it twice, and warns that it will refuse it one day."""
+    model = make_model()
+    params = [*model.parameters()]
+    with pytest.raises(PlanError, match=f"lists {len(params) + 1} parameters, {len(params)} of which"):
+        ds_engine.initialize(model=model, config=config(), model_parameters=[*params, params[0]])
 
 
 def test_two_engines_in_one_process_feed_one_loss(make_model: Make, config: Settings, rows: Any) -> None:

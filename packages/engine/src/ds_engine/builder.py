@@ -53,7 +53,7 @@ from ds_zero import ShardedOptimizer
 from ds_zero.layout.shard_options import OptimizerTraits, describe
 from ds_zero.runtime.sharded_model import end_sharding
 
-__all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of", "slices_of"]
+__all__ = ["InitArgs", "assemble", "build", "check_model", "initialize", "shapes_of", "slices_of"]
 
 
 _USUAL_PORT = 29500  # torch's; another one is a wish of the caller
@@ -96,7 +96,7 @@ def initialize(
         ConfigError, PlanError, UnsupportedError: before anything is changed, with every problem at once; also where the ranks were given
             different configurations ("engine-ranks-differ").
     """
-    model = _check_model(model)
+    model = check_model(model)
     resolved = with_degrees(load_config(source_of(config, config_params, args)), mesh_param, mpu, slices_of(model))
     if dist_init_required is not False:
         if distributed_port != _USUAL_PORT:
@@ -221,7 +221,8 @@ def _beside(
     return loader, (*make_sinks(plan.config, rank=mesh.rank), *([] if comms is None else [comms])), comms
 
 
-def _check_model(model: object) -> nn.Module:
+def check_model(model: object) -> nn.Module:
+    """Return `model`, or raise PlanError if it is no module."""
     if model is None:
         raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
     if not isinstance(model, nn.Module):

@@ -121,6 +121,13 @@ def _wire(sharding: ShardPlan, ranks: int) -> QuantizedComm:
 
 def _optimizer_and_scheduler(site: BuildContext) -> tuple[torch.optim.Optimizer | None, Any]:
     inner = _optimizer(site)
+    listed = [] if inner is None else [id(p) for group in inner.param_groups for p in group["params"]]
+    if len(set(listed)) < len(listed):
+        raise PlanError(
+            f"the optimizer lists {len(listed)} parameters, {len(set(listed))} of which are different ones",
+            code="engine-optimizer",
+            fix="List each once: [*a.parameters(), *b.parameters()] lists what a and b share twice.",
+        )
     if inner is not None and site.mesh["pipe"].size > 1:
         _check_stage(site.model, inner)
     if inner is not None and site.mesh["pipe"].size == 1 and not hasattr(site.parts.scheduler, "state_dict"):
@@ -143,26 +150,39 @@ def _check_stage(stage: nn.Module, inner: torch.optim.Optimizer) -> None:
 def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
     plan, parts = site.plan, site.parts
     params = list(parts.params) if parts.params is not None else [p for p in site.model.parameters() if p.requires_grad]
-    if isinstance(parts.optimizer, torch.optim.Optimizer):
-        return parts.optimizer
-    if callable(parts.optimizer):
-        return parts.optimizer(params or [{"params": []}])
-    if parts.optimizer is not None:
+    given, section = parts.optimizer, plan.config.optimizer
+    if isinstance(given, torch.optim.Optimizer) or (given is None and section is None):
+        return given
+    if parts.params is not None and not params and site.mesh["pipe"].size == 1:
         raise PlanError(
-            f"optimizer is a {type(parts.optimizer).__name__}",
+            "model_parameters is empty: the optimizer would train nothing",
+            code="engine-optimizer",
+            fix="Pass the parameters again (a generator can be read once only), or leave model_parameters out for all.",
+        )
+    if given is None and section is not None:
+        return make_optimizer(section, params, site.model, plan.states, site.mesh["gradient"])
+    made = given(params or [{"params": []}]) if callable(given) else given
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PlanError(
+            f"optimizer is a {type(given).__name__}" + f" that returns a {type(made).__name__}" * callable(given),
             code="engine-optimizer",
             fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
         )
-    section = plan.config.optimizer
-    group = site.mesh["gradient"]
-    return None if section is None else make_optimizer(section, params, site.model, plan.states, group)
+    return made
 
 
 def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
     """Build the scheduler on the groups of the inner optimizer, which are also the sharded optimizer's."""
     scheduler, section = site.parts.scheduler, site.plan.config.scheduler
     if scheduler is not None:
-        return scheduler(inner) if callable(scheduler) and not hasattr(scheduler, "state_dict") else scheduler
+        made = scheduler(inner) if callable(scheduler) and not hasattr(scheduler, "state_dict") else scheduler
+        if not hasattr(made, "step"):
+            raise PlanError(
+                f"lr_scheduler is a {type(made).__name__}, which has no step()",
+                code="engine-optimizer",
+                fix="Pass a scheduler, or a function that makes one from an optimizer.",
+            )
+        return made
     if section is None:
         return None
     if isinstance(section, TorchSchedulerSection):

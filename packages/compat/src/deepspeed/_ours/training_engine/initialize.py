@@ -39,7 +39,7 @@ from ds_config.config_file import Source
 from ds_config.errors import ConfigError, PlanError
 from ds_data.token_dropping import is_converted
 from ds_engine import Plan, load_config, make_plan
-from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
+from ds_engine.builder import InitArgs, assemble, check_model, shapes_of, slices_of
 from ds_engine.config import Config
 from ds_engine.init_args import without_overridden
 from ds_engine.loader import ResumableLoader
@@ -73,8 +73,7 @@ def initialize(
     Raises:
         PlanError, ConfigError, UnsupportedError: before anything is changed. They are AssertionErrors, too, as upstream's are.
     """
-    if model is None:
-        raise refused("no-model")
+    model = check_model(model)
     raw = raw_config(config, config_params, args)
     level = get_log_level(raw)
     if level is not None:
