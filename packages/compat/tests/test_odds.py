@@ -82,7 +82,7 @@ def test_where_state_lies() -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
     engine.backward(engine(torch.ones(1, 3)).sum())
     engine.step()
-    for kind in ("lp_params", "hp_params", "optim_states"):
+    for kind in ("lp_params", "hp_params", "optim_states", "lp_grads"):
         assert get_state_devices(engine, OffloadStateTypeEnum(kind)) == {torch.device("cpu")}
     engine.destroy()
     x = torch.arange(8.0).view(4, 2)

@@ -241,7 +241,11 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """This rank's elements of the gradients so far, in one tensor: a copy."""
         of = chain.from_iterable(unit.params for unit in self.sharding.units if unit.spec.trained)
         grads = [grad for grad in map(safe_get_local_grad, of) if grad is not None]
-        return torch.cat(grads) if grads else torch.empty(0)
+        return (
+            torch.cat(grads)
+            if grads
+            else torch.empty(0, device="cpu" if self._offloads() else get_accelerator().device())
+        )
 
     def _offloads(self) -> bool:
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
@@ -425,6 +429,8 @@ class _Hooks:
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
     """Return the devices of a kind of an engine's state; an empty set while the state is moved away."""
+    if state.value == "lp_grads":  # upstream keeps their memory where there are none, too
+        return {model.optimizer.grad_partitions_flat_buffer.device}
     params = [param for param in model.module.parameters() if param.requires_grad]
     reads_of: Mapping[str, Callable[[nn.Parameter], Sequence[Any]]] = {
         "lp_params": lambda param: [param.data],
