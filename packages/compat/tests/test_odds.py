@@ -413,6 +413,30 @@ def test_values_that_cannot_be_meant_are_refused_by_name(section, code, words):
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize("model", [None, "gpt2", nn.Linear, len])
+def test_what_is_no_module_is_refused(model):
+    import deepspeed
+
+    with pytest.raises(AssertionError) as caught:
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+    assert caught.value.code == "engine-no-model"
+
+
+@world(1)
+def test_what_programs_ask_of_deepspeed_zero() -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    assert deepspeed.zero.partition_parameters.ZeroParamStatus is ZeroParamStatus
+    assert not hasattr(deepspeed.zero, "nothing")
+    layer = nn.Linear(2, 2, bias=False)
+    with deepspeed.zero.GatheredParameters(layer.bias, modifier_rank=0), pytest.raises(RuntimeError, match="'disk'"):
+        deepspeed.zero.Init(remote_device="disk")
+    for device in (None, "none", "cpu", "nvme", "cuda:0"):
+        with deepspeed.zero.Init(remote_device=device, enabled=False):
+            pass
+
+
 def test_a_path_that_is_no_text_is_taken():
     import deepspeed
 

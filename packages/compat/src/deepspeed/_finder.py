@@ -60,6 +60,8 @@ def resolve(module: str, name: str) -> object:
     refused = _refused(path) if path in SURFACE else _undecided(module, name)
     if refused is not None:
         raise missing(UnsupportedNameError, path, refused)
+    if path not in SURFACE and module == "deepspeed.zero":  # upstream's is that module under a shorter name
+        return resolve("deepspeed.runtime.zero", name)
     if path not in SURFACE:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
     return importlib.import_module(path)  # which makes it an attribute, too

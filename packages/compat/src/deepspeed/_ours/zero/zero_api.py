@@ -34,7 +34,7 @@ _log = logging.getLogger("DeepSpeed")
 
 @contextmanager
 def GatheredParameters(  # noqa: N802  upstream's name
-    params: Iterable[Parameter] | Parameter | nn.Module,
+    params: Iterable[Parameter] | Parameter | nn.Module | None,
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
@@ -48,7 +48,7 @@ def GatheredParameters(  # noqa: N802  upstream's name
             `Init` was given ("sharded-write").
     """
     if not isinstance(params, nn.Module | Parameter):
-        params = list(params)
+        params = list(params) if isinstance(params, Iterable) else []  # None: the bias of a layer that has none
     try:
         with ds_zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
             yield
@@ -121,12 +121,12 @@ class Init(ds_zero.Init):
         zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False, sequence_data_parallel_group:
         Any = None, param_swapper: Any = None, tensor_overrides: Iterable[Any] | None = None,
     ) -> None:  # fmt: skip
-        del (
-            mem_efficient_linear,
-            remote_device,
-            pin_memory,
-            mpu,
-        )  # where upstream puts the parts; here they stay where the model is made
+        try:
+            torch.device("cpu" if remote_device in (None, "none", "nvme") else str(remote_device))
+        except RuntimeError:
+            raise refused("remote-device", remote_device) from None
+        # Where upstream puts the parts; here they stay where the model is made.
+        del mem_efficient_linear, remote_device, pin_memory, mpu
         del (
             zero_param_parallel_group,
             zero_quantized_weights,
