@@ -120,6 +120,33 @@ def test_a_plain_optimizers_state_goes_on_in_shards(kind: str, stage: int, befor
         assert float(plain.state[twin.a.weight].get("step", 5.0)) == 5.0
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+@world(2)
+def test_state_of_what_is_frozen_when_it_is_sharded(kind: str, stage: int) -> None:
+    """Of Adagrad, which makes state when it is made; of a loop that froze a layer after some steps; and thawed later."""
+    ranks = list(range(dist.get_world_size()))
+
+    def run(sharded: bool) -> list[Tensor]:
+        net = Net()
+        net.a.bias.requires_grad_(False)
+        optimizer = KINDS[kind](net.parameters())
+        train(net, optimizer, range(2), ranks)
+        net.b.weight.requires_grad_(False)
+        if sharded:
+            optimizer = ds_zero.shard(net, optimizer, stage=stage, policy=CUT)
+        train(net, optimizer, range(2, 4), ranks)
+        for param in (net.b.weight, net.a.bias):
+            param.requires_grad_(True)
+        if sharded:
+            optimizer.follow_requires_grad()
+        train(net, optimizer, range(4, 6), ranks)
+        return weights_of(net) if sharded else [p.detach() for p in net.parameters()]
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @world(2)
 def test_state_of_other_elements_is_refused_and_changes_nothing() -> None:
     def trained(stage: int) -> ds_zero.ShardedOptimizer:

@@ -407,7 +407,12 @@ class GradAttributes:
         return grad
 
     def _hook(self, param: Tensor) -> None:
+        resting = not param.requires_grad  # frozen, with state: a hook that it gets now serves when it is thawed
+        if resting:
+            param.requires_grad_(True)
         self._first[param] = param.register_hook(_begins(weakref.ref(self)))
+        if resting:
+            param.requires_grad_(False)
 
     # ---- what was written
 

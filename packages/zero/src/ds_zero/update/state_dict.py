@@ -209,14 +209,19 @@ class OptimizerStateDict:
 
 
 def state_before(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a plain optimizer's `state` and `param_groups`, as its `state_dict` has them; that one imports the compiler."""
+    """Return a plain optimizer's `state` and `param_groups`, as its `state_dict` has them; that one imports the compiler.
+
+    Without the state that Adagrad gives frozen parameters when it is made: it is what thawed ones get anyway.
+    """
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     places = count()
     for group in optimizer.param_groups:
         numbers = [next(places) for _ in group["params"]]
         state |= {
-            n: dict(optimizer.state[p]) for n, p in zip(numbers, group["params"], strict=True) if p in optimizer.state
+            n: dict(optimizer.state[p])
+            for n, p in zip(numbers, group["params"], strict=True)
+            if p in optimizer.state and (p.requires_grad or optimizer.state[p].get("step", 1) != 0)
         }
         groups.append({**group, "params": numbers})
     return {"state": state, "param_groups": groups}
