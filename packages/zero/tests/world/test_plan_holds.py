@@ -32,10 +32,10 @@ def draw(seed):
         param.requires_grad_(chance.random() < 0.85)
     if chance.random() < 0.3 and dist.get_world_size() == 2:
         alone = ds_comm.self_group("mine", dist.get_rank())
-        for param in net[-1].parameters():
+        for key, param in net[-1].named_parameters():
             set_param_sharding(
                 param,
-                ParamSharding(ReductionGroup("expert", alone, 2), f"experts.{dist.get_rank()}.{len(param.shape)}"),
+                ParamSharding(ReductionGroup("expert", alone, 2), f"experts.{dist.get_rank()}.{key}"),
             )
     params = list(net.parameters())
     decay, rest = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
