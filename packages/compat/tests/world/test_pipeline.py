@@ -45,6 +45,31 @@ def batches():
     return itertools.cycle([(x, x.sum(1, keepdim=True)) for x in xs])
 
 
+@world(2)
+def test_data_that_end_end_a_loop_on_both_ends_of_a_pipeline():
+    """Upstream's last stage waits for the first for ever. What ended between two steps goes on with other data."""
+    net = PipelineModule(layers(), num_stages=2, loss_fn=nn.MSELoss())
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
+    for epoch in (1, 2):
+        data = itertools.islice(batches(), 16)
+        for _ in range(2):
+            engine.train_batch(data)
+        with pytest.raises(StopIteration, match="the data ended before microbatch 0"):
+            engine.train_batch(data)
+        assert engine.global_steps == 2 * epoch
+    with pytest.raises(StopIteration):
+        engine.eval_batch(iter(()))
+    assert float(engine.eval_batch(batches())) > 0
+    engine.close()
+
+
+@world(1)
+def test_a_cut_that_cannot_be_is_what_upstream_raises_too():
+    for wrong in ({"num_stages": 3}, {}, {"num_stages": 1, "partition_method": "type:Nothing"}):
+        with pytest.raises(RuntimeError):
+            PipelineModule(layers(), **wrong)
+
+
 @world(2, backend=None)
 def test_train_and_evaluate():
     deepspeed.init_distributed("gloo")

@@ -72,8 +72,21 @@ class MicrobatchSource:
     _next: int = 0
     _inputs: dict[int, list[Any]] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """Draw the first microbatch where it is used. Data that end between two steps so end them on the first and the last stage alike."""
+        if self.users:
+            self._draw(0)
+
     def take(self, microbatch: int, what: int) -> Any:
         """Return the inputs (`what` 0) or labels (1) of a microbatch, and free them after their last use."""
+        self._draw(microbatch)
+        entry = self._inputs[microbatch]
+        entry[2] -= 1
+        if entry[2] <= 0:
+            del self._inputs[microbatch]
+        return entry[what]
+
+    def _draw(self, microbatch: int) -> None:
         while self._next <= microbatch:
             try:
                 drawn = next(self.source)
@@ -85,11 +98,6 @@ class MicrobatchSource:
                 ) from None
             self._inputs[self._next] = [*self.split(drawn), self.users]
             self._next += 1
-        entry = self._inputs[microbatch]
-        entry[2] -= 1
-        if entry[2] <= 0:
-            del self._inputs[microbatch]
-        return entry[what]
 
 
 class PipelineExecutor:
@@ -151,6 +159,7 @@ class PipelineExecutor:
         handlers = self._handlers()
         timeline = self.timeline
         try:
+            feed.begin()
             for action in actions:
                 begin = time.perf_counter() if timeline is not None else 0.0
                 with ds_monitor.span(f"pipe.{action.op.name.lower()}"):
@@ -303,6 +312,7 @@ class PipelineExecutor:
         self._check_links()
         self._lend(feed, None, None)
         try:
+            feed.begin()
             for action in actions:
                 self._evaluate(action, feed, done)
             self._flush()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pkgutil import get_data
 from typing import Any
 
@@ -60,16 +59,10 @@ def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:
     return kind(message, code=code, fix=fix)
 
 
-@contextmanager
-def _translated(builtin: type[Exception], codes: frozenset[str]) -> Iterator[None]:
-    try:
-        yield
-    except DsError as error:
-        if isinstance(error, builtin) or (codes and error.code not in codes):
-            raise
-        twin = also(type(error), builtin)(error.message, code=error.code, fix=error.fix)
-        twin.__dict__.update(error.__dict__)
-        raise twin from error.__cause__
+def _twin(error: DsError, builtin: type[Exception]) -> DsError:
+    twin = also(type(error), builtin)(error.message, code=error.code, fix=error.fix)
+    twin.__dict__.update(error.__dict__)
+    return twin
 
 
 def raising(builtin: type[Exception], *codes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -82,8 +75,12 @@ def raising(builtin: type[Exception], *codes: str) -> Callable[[Callable[..., An
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            with _translated(builtin, frozenset(codes)):
+            try:
                 return function(*args, **options)
+            except DsError as error:
+                if isinstance(error, builtin) or (codes and error.code not in codes):
+                    raise
+                raise _twin(error, builtin) from error.__cause__
 
         return call
 

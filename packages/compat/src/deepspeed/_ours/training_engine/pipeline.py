@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._errors import UnsupportedNameError
-from deepspeed._ours.base.raising import also, not_supported
+from deepspeed._ours.base.raising import also, not_supported, raising
 from deepspeed._ours.config.accepted_keys import section_of
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
 from deepspeed._ours.training_engine.activation_checkpointing_api import checkpoint, non_reentrant_checkpoint
@@ -66,10 +66,11 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
         error = super()._whole_steps(name)
         return also(type(error), PipelineError)(error.message, code=error.code, fix=error.fix)
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
+    @raising(StopIteration, "pipe-data")
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank.
 
-        A later call without data goes on with this iterator.
+        A later call without data goes on with this iterator. Raises "pipe-data", a StopIteration, too, where it ends.
         """
         if isinstance(data_iter, Iterator):
             self._feed.draw_from(data_iter)
@@ -81,7 +82,8 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
         self.agg_train_loss = result.mean
         return result.mean
 
-    def eval_batch(  # type: ignore[override]
+    @raising(StopIteration, "pipe-data")
+    def eval_batch(
         self,
         data_iter: Iterator[Any] | None,
         return_logits: bool = False,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ds_pipe
 from deepspeed._ours.base.forwarding import answers, reads, tells
-from deepspeed._ours.base.raising import not_supported
+from deepspeed._ours.base.raising import not_supported, raising
 from deepspeed._ours.base.runtime_utils import prime_factors
 from deepspeed._ours.training_engine.activation_checkpointing_api import checkpoint, non_reentrant_checkpoint
 from ds_comm import as_group, world_group
@@ -86,6 +86,7 @@ class PipelineModule(ds_pipe.PipelineModule):
 
     dynamic_shape = True
 
+    @raising(RuntimeError)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mpu = PipelineParallelGrid(places=self.places)
