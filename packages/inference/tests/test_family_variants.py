@@ -30,12 +30,23 @@ DECLARED = {
     "an activation of experts and a shared one": ("Qwen2MoeConfig", {**MOE, "hidden_act": "gelu", "shared_expert_intermediate_size": 16}),
     "an activation of experts behind a corrected router": ("Dots1Config", {**MOE, "hidden_act": "relu", "n_shared_experts": 1}),
     "an activation of Gemma's": ("GemmaConfig", {"head_dim": 8, "hidden_act": "relu"}),
+    "yarn without a scale of all dims": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0,
+            },
+        },
+    ),
     "a cap of scores that the forward does not read": (
         "Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0},
     ),
 }  # fmt: skip
 FOREIGN = {
     "an activation that is not known": ("LlamaConfig", {"hidden_act": "mish"}),
+    "a share of rotated features that the forward does not read": (
+        "MistralConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "a cut after the norms": ("OlmoeConfig", {**MOE, "clip_qkv": 0.5}),
     "norms without weights": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "layer_norm_elementwise_affine": False}),
     "biases that no role reads": ("DeepseekV2Config", {**LATENT, "mlp_bias": True}),

@@ -71,7 +71,9 @@ def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
     missing = [key for key in needs if scaling.get(key) is None and not (key == _TRAINED and rope.max_positions)]
     numbers = {k: v for k, v in scaling.items() if k in _NUMBERS and v is not None}
     wrong = [
-        f"{k} = {v!r}" for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int | float) or v <= 0
+        f"{k} = {v!r}"
+        for k, v in numbers.items()
+        if isinstance(v, bool) or not isinstance(v, int | float) or v < 0 or (v == 0 and not k.startswith("mscale"))
     ]
     if missing or wrong:
         problems = [f"{', '.join(missing)} missing"] if missing else []

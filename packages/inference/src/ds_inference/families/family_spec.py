@@ -82,10 +82,19 @@ def ends_of(config: Config) -> tuple[int, ...]:
     return () if token_ids is None else tuple(token_ids) if isinstance(token_ids, Sequence) else (token_ids,)
 
 
+_PARTIAL = {
+    "glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3", "solar_open", "stablelm",
+}  # fmt: skip
+"""Model types of which a part of the features may be rotated."""
+
+
 def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved: bool = False) -> RopeSpec:
     """Build the RoPE of `width` features a head from a configuration.
 
     Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    Raises:
+        UnsupportedError: a share of rotated features that transformers' model of this type does not read ("inference-family").
     """
     rope_parameters = config.get("rope_parameters") or {}
     if kind is not None and isinstance(rope_parameters.get(kind), Mapping):
@@ -98,6 +107,14 @@ def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved:
     share = parameters.get(
         "partial_rotary_factor", first_of(config, "partial_rotary_factor", "rotary_pct", default=1.0)
     )
+    if (
+        share != 1.0
+        and config.get("model_type") not in _PARTIAL
+        and parameters.get("rope_type", "default") == "default"
+    ):
+        raise undeclared(
+            f"partial_rotary_factor = {share} of a {config.get('model_type')} model, whose own forward rotates all features"
+        )
     if (original := config.get("original_max_position_embeddings")) is not None:
         parameters.setdefault("original_max_position_embeddings", original)
     parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings", 0))
