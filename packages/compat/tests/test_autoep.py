@@ -272,3 +272,20 @@ def test_layers_made_by_hand_keep_their_experts_in_an_engine(stage, tmp_path):
     with deepspeed.zero.GatheredParameters(model.parameters()):
         torch.testing.assert_close(model[0].experts.w2.detach(), trained.detach().chunk(2)[rank])
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others", "needs"),
+    [
+        ((8, 2, 2, 1), {}, "pp_size=1 only"),
+        ((4, 1, 2, 2), {}, "mutually exclusive"),
+        ((4, 1, 2, 1), {"zero_stage": 3}, "ZeRO stage 3"),
+        ((4, 1, 2, 1), {"zero_offload_param": True}, "offload"),
+        ((4, 1, 2, 1), {"tp_preset_model": "qwen3_moe"}, "must match"),
+    ],
+)
+def test_what_upstream_does_not_fold_is_refused_by_its_validator(ranks, others, needs):
+    config = AutoEPConfig(enabled=True, autoep_size=2, preset_model="mixtral")
+    with pytest.raises(ValueError, match=needs):
+        validate_autoep_config(config, *ranks, **others)
+    validate_autoep_config(config, 4, 1, 1, 1, **{key: value for key, value in others.items() if key == "zero_stage"})

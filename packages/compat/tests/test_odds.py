@@ -253,6 +253,56 @@ def test_at_stage_0_the_loss_scale_falls_at_every_overflow():
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loss_scale_that_a_program_sets_goes_on_from_there(stage):
+    import deepspeed
+
+    def trained(scales):
+        torch.manual_seed(0)
+        config = {
+            "train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+        for scale in scales:
+            if scale is not None:
+                optimizer.cur_scale = scale
+            engine.backward(engine(torch.ones(1, 3, dtype=torch.half)).float().square().sum())
+            with pytest.raises(ValueError, match=r"loss_scale = 3 after \d backwards"):
+                optimizer.loss_scale = 3
+            engine.step()
+        weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
+        found = (optimizer.loss_scale, optimizer.dynamic_loss_scale)
+        engine.destroy()
+        return weight, found
+
+    plain, scaled = trained([None] * 4), trained([64.0, None, 8, None])
+    torch.testing.assert_close(plain[0], scaled[0])
+    assert scaled[1] == (16.0, True)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_losses_and_states_that_are_none_are_refused(stage):
+    import deepspeed
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    out = engine(torch.ones(1, 3))
+    for loss, words in ((out, r"shape \(1, 2\)"), (out.detach().sum(), "depends on no parameter"), (None, "NoneType")):
+        with pytest.raises(AssertionError, match=words) as caught:
+            engine.backward(loss)
+        assert caught.value.code == "loss-missing"
+    if stage:
+        with pytest.raises(ValueError, match=r"offload_states\(include=...\) of \['adam'\]"):
+            engine.offload_states(include=["adam"])
+    with pytest.raises(ValueError, match="has 6 elements on this rank, the value to set 3"):
+        deepspeed.utils.safe_set_local_fp32_param(engine.module.weight, torch.ones(3))
+    engine.destroy()
+
+
 def test_norms_before_a_step_and_decorators_of_autocast():
     import deepspeed
     from deepspeed.runtime.zero.linear import autocast_custom_bwd, autocast_custom_fwd

@@ -59,14 +59,25 @@ def _check_coefficient(config: AutoEPConfig) -> None:
 
 
 def validate_autoep_config(
-    config: AutoEPConfig, world_size: int, pp_size: int, tp_size: int, sp_size: int, **others: Any
+    config: AutoEPConfig,
+    world_size: int,
+    pp_size: int,
+    tp_size: int,
+    sp_size: int,
+    *,
+    zero_stage: int = 0,
+    deepcompile_enabled: bool = False,
+    tp_preset_model: str | None = None,
+    use_data_before_expert_parallel: bool = False,
+    mpu: Any = None,
+    zero_offload_optimizer: bool = False,
+    zero_offload_param: bool = False,
 ) -> None:
-    """Check the section for a number of ranks. `others` are of rules that are not ours.
+    """Check the section for a number of ranks by upstream's rules, which refuse more beside tensor parallelism than an engine here does.
 
     Raises:
-        ValueError: a value or a degree cannot be.
+        ValueError: a value or a degree cannot be, or upstream does not have them together.
     """
-    del sp_size, others  # sequence ranks are batch ranks
     _check_coefficient(config)
     if not isinstance(config.validate_folding_routing, bool):
         raise refused("folding-routing", config.validate_folding_routing)
@@ -74,7 +85,27 @@ def validate_autoep_config(
         return
     if config.expert_tensor_parallel_size != 1:
         raise refused("expert-tensor", config.expert_tensor_parallel_size)
-    build_folding_spec(world_size=world_size, pp_size=pp_size, tp_size=max(tp_size, 1), ep_size=config.autoep_size)
+    folding = build_folding_spec(
+        world_size=world_size, pp_size=pp_size, tp_size=max(tp_size, 1), ep_size=config.autoep_size
+    )
+    degrees = (tp_size, pp_size)
+    if mpu is not None:
+        degrees = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+    presets = {preset for preset in (config.preset_model, tp_preset_model) if preset is not None}
+    beside = (
+        ("pp_size=1 only", f"pp_size={pp_size}", pp_size > 1),
+        ("sp_size=1: tensor and sequence parallelism are mutually exclusive", f"sp_size={sp_size}", sp_size > 1),
+        ("autoep_size > 1", f"autoep_size={config.autoep_size}", config.autoep_size == 1),
+        ("presets that must match", f"{sorted(presets)}", len(presets) > 1),
+        ("a ZeRO stage below 3: ZeRO stage 3 is a separate ZeRO-3 composition lane", f"stage {zero_stage}", zero_stage > 2),
+        ("the mpu tensor/model parallel world size of the section", f"{degrees} of mpu", degrees != (tp_size, pp_size)),
+        ("no use_data_before_expert_parallel_", "true", use_data_before_expert_parallel),
+        ("no offload", "offload_optimizer or offload_param", zero_offload_optimizer or zero_offload_param),
+        ("no DeepCompile: it does not work with AutoEP+AutoTP folding", "compile.deepcompile", deepcompile_enabled),
+    )  # fmt: skip
+    for needs, has, wrong in beside if folding.tp_size > 1 else ():
+        if wrong:
+            raise refused("folding-rule", needs, has)
     config.section()
     if config.preset_model not in {None, *FAMILIES, *PRESETS}:
         raise refused("preset", config.preset_model, sorted({*FAMILIES, *PRESETS}))

@@ -251,6 +251,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         self._trains("backward").divisor = float(len(self._backwards))
         return None
 
+    @raising(AssertionError, "loss-missing")
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
         DeepSpeedEngine._running_backwards += 1

@@ -49,12 +49,15 @@ def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
         include: Of `OffloadStateTypeEnum`, or their values; None is all.
         device: The host; files are not supported.
     Raises:
-        ConfigError: another device ("compat-offload").
+        ConfigError: another device, or a state of no such name ("compat-offload").
     """
     target = str(getattr(device, "value", device))
     if target != "cpu":
         raise refused("offload-device", target)
     selected = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
+    unknown = sorted(set(selected) - set(_KINDS))
+    if unknown:
+        raise refused("offload-states", unknown, ", ".join(_KINDS))
     return frozenset(_KINDS[kind] for kind in selected)
 
 
@@ -137,10 +140,21 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 without fp16."""
+        """What losses are multiplied by; 1 without fp16, where setting it changes nothing. A dynamic scale goes on from what is set, between two steps."""
         return 1.0 if self._scale is None else self._scale.scale
 
-    cur_scale = reads("loss_scale", "`loss_scale`.")
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self._scale is None or float(value) == self._scale.scale:
+            return
+        if self.backwards:
+            raise refused("scale-mid-step", value, self.backwards)
+        for unit in self.sharding.units:
+            if unit.spec.trained:
+                unit.gradients.way.rescale(float(value) / self._scale.scale)
+        self._scale = replace(self._scale, scale=float(value))
+
+    cur_scale = loss_scale
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Multiply losses by this from now on, whatever overflows: the program keeps the scale. Between two steps."""
@@ -148,11 +162,8 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         precision = self.sharding.precision
         if self._scale is None or precision.scale is None:
             return
-        for unit in self.sharding.units:
-            if unit.spec.trained:
-                unit.gradients.way.rescale(self.external_loss_scale / self._scale.scale)
         self.sharding.precision = replace(precision, scale=replace(precision.scale, static=self.external_loss_scale))
-        self._scale = replace(self._scale, scale=self.external_loss_scale)
+        self.loss_scale = self.external_loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
