@@ -159,6 +159,13 @@ class Engine(nn.Module):
         """
         with self._reducing(self.next_backward()):
             part, start = self._start(loss, scale_wrt_gas)
+            if start.numel() != 1 or not start.requires_grad:
+                raise PlanError(
+                    f"backward() was called with a loss of shape {tuple(start.shape)}"
+                    + ", which depends on no parameter that is trained" * (not start.requires_grad),
+                    code="loss-missing",
+                    fix="Pass a scalar, computed from the engine's outputs with gradients: outside of no_grad, not detached.",
+                )
             start.backward(retain_graph=retain_graph)
         self._note(loss, scale_wrt_gas)
         return part.detach()

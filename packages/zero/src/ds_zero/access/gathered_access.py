@@ -339,6 +339,13 @@ def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
             code="access-shape",
             fix="Pass a tensor of the parameter's shape.",
         )
+    wanted = sum(data.numel() for _, data in ranges)
+    if local and value.numel() < wanted:
+        raise PlanError(
+            f"{place.name} has {wanted} elements on this rank, the value to set {value.numel()}",
+            code="access-shape",
+            fix="Pass as many elements as safe_get_local_fp32_param and its like return.",
+        )
     flat, done = value.reshape(-1), 0
     with torch.no_grad():
         for start, data in ranges:
