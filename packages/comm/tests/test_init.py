@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ds_comm
@@ -194,6 +195,25 @@ def test_two_ranks_of_an_mpi_launcher(forked: Callable[..., list[Any]], tmp_path
     env = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "TMPDIR": str(tmp_path)}
     ranks = forked([([str(script)], env | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)}) for rank in range(2)])
     assert [rank.output for rank in ranks] == ["fine\n", "fine\n"]
+
+
+def test_one_of_several_processes_is_no_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum before `init_distributed` was each rank's own value, with no word."""
+    if dist.is_initialized():  # by a test of another package in this process
+        ds_comm.destroy_process_group()
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for call in (lambda: ds_comm.all_reduce(torch.ones(2)), ds_comm.barrier, lambda: ds_comm.as_group(None)):
+        with pytest.raises(CommError, match="this is rank 1 of 2 by torchrun, and it is in no process group") as caught:
+            call()
+        assert caught.value.code == "comm-world"
+    ds_comm.all_reduce(torch.ones(2), group=ds_comm.self_group())
 
 
 def test_without_a_launcher_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

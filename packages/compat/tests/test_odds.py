@@ -487,6 +487,27 @@ def test_what_programs_ask_of_deepspeed_zero() -> None:
             pass
 
 
+def test_ranks_are_not_told_before_there_is_a_world(monkeypatch):
+    import deepspeed
+    from deepspeed.comm.utils import get_world_rank_from_launcher, get_world_size_from_launcher
+
+    deepspeed.comm.destroy_process_group()  # of a test before this one
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for call in (deepspeed.comm.get_rank, deepspeed.comm.get_world_size, deepspeed.comm.get_all_ranks_from_group):
+        with pytest.raises(AssertionError, match="rank 1 of 2"):
+            call()
+    assert (get_world_rank_from_launcher(), get_world_size_from_launcher()) == (1, 2)
+    with deepspeed.zero.Init(enabled=False):
+        nn.Linear(2, 2)
+
+
 def test_a_path_that_is_no_text_is_taken():
     import deepspeed
 

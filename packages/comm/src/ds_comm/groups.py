@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ds_comm._torch import backend_names, is_alive, named_group
+from ds_comm.launch import read_launch
 from ds_comm.single import SINGLE
 from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
@@ -184,10 +185,21 @@ def world_group() -> Group:
 
 
 def as_group(group: GroupLike | Any) -> Group:
-    """Return the Group for `group`: itself, the Group of a ProcessGroup, or the world for None."""
+    """Return the Group for `group`: itself, the Group of a ProcessGroup, or the world for None.
+
+    Raises:
+        CommError: None in one of several processes that have joined no process group ("comm-world"): each would be a world of one.
+    """
     if isinstance(group, Group):
         return group
     if group is None:
+        launch = None if dist.is_initialized() else read_launch(os.environ)
+        if launch is not None and launch.world_size > 1:
+            raise CommError(
+                f"this is rank {launch.rank} of {launch.world_size} by {launch.launcher}, and it is in no process group",
+                code="comm-world",
+                fix="Call init_distributed() first, and destroy_process_group() last.",
+            )
         return world_group()
     if not isinstance(group, dist.ProcessGroup):
         raise CommError(

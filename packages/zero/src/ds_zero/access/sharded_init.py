@@ -63,8 +63,8 @@ class Init:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.enabled, self.meta, self.dtype = enabled, meta, dtype
-        cuts = enabled and not meta and group is None
-        self._scatter = Scatter(comm.ensure_world() if cuts else comm.as_group(group))
+        world = comm.ensure_world if enabled and not meta else comm.world_group
+        self._scatter = Scatter(world() if group is None else comm.as_group(group))
         self._created: list[weakref.ref[Parameter]] = []
         self._handles: list[Any] = []
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 import ds_comm
 from deepspeed._ours.base.forwarding import method
-from deepspeed._ours.base.raising import refused
+from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication.comms_log import collected, collector, print_collected, switch
 from ds_accel import get_accelerator
 from ds_comm.config import CommsLoggerConfig
+from ds_comm.launch import read_launch
 from ds_comm.process_group import DEFAULT_TIMEOUT
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -114,19 +115,29 @@ def destroy_process_group(group: Any = None) -> None:
 # ---- who is there
 
 
+_group = raising(AssertionError, "comm-world")(ds_comm.as_group)
 get_rank = method(
-    lambda group=None: ds_comm.as_group(group).rank,
-    "Return this process's rank in the group; 0 before a process group exists.",
+    lambda group=None: _group(group).rank,
+    "Return this process's rank in the group; 0 in a process alone before a process group exists.",
 )
 get_world_size = method(
-    lambda group=None: ds_comm.as_group(group).size, "Return the number of ranks of the group; 1 before there is one."
+    lambda group=None: _group(group).size,
+    "Return the number of ranks of the group; 1 in a process alone before there is one.",
+)
+get_world_rank_from_launcher = method(
+    lambda: 0 if (launch := read_launch(os.environ)) is None else launch.rank,
+    "Return this process's rank in the world, as whatever started it says; 0 where nothing did.",
+)
+get_world_size_from_launcher = method(
+    lambda: 1 if (launch := read_launch(os.environ)) is None else launch.world_size,
+    "Return the number of processes that were started with this one.",
 )
 get_global_rank = method(
-    lambda group=None, group_rank=0: ds_comm.as_group(group).ranks[group_rank],
+    lambda group=None, group_rank=0: _group(group).ranks[group_rank],
     "Return the world rank of a rank of the group.",
 )
 get_all_ranks_from_group = method(
-    lambda group=None: list(ds_comm.as_group(group).ranks), "Return the ranks in the world of all members."
+    lambda group=None: list(_group(group).ranks), "Return the ranks in the world of all members."
 )
 new_group = method(
     lambda ranks: dist.new_group(list(ranks)), "Create torch's process group of these ranks. Collective over the world."

@@ -21,7 +21,7 @@ from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication.comm import init_distributed
 from deepspeed._ours.zero.init_buffers import CONSTRUCTORS, BufferFormat
 from deepspeed._ours.zero.params import mark_scattered
-from ds_comm import as_group
+from ds_comm import as_group, world_group
 from ds_config import read
 from ds_config.errors import ShardedAccessError
 from ds_engine import load_config
@@ -135,7 +135,7 @@ class Init(ds_zero.Init):
         )  # as `initialize` says
         if enabled:
             init_distributed()
-        self._ranks = as_group(data_parallel_group or sequence_data_parallel_group)
+        self._ranks = as_group(data_parallel_group or sequence_data_parallel_group) if enabled else world_group()
         wrong = (
             single_rank_error(self._ranks.size, data_parallel_group or sequence_data_parallel_group)
             if enabled
