@@ -203,6 +203,22 @@ def test_a_group_is_added_while_the_model_is_sharded(stage: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@world(2)
+def test_a_model_is_sharded_again_with_a_parameter_outside_of_it() -> None:
+    """As when a notebook's cell is run again: what the first optimizer's end forgets is not the second one's."""
+    net, temperature = Net(), nn.Parameter(torch.zeros(()))
+    for stage in (2, 3):
+        optimizer = ds_zero.shard(
+            net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1), stage=stage, policy=CUT
+        )
+        (net(torch.ones(2, 5), 0) * temperature.exp()).sum().backward()
+        before = temperature.item()
+        optimizer.step()
+        assert temperature.item() != before
+    optimizer.close()
+    assert type(temperature) is nn.Parameter
+
+
 @world(1)
 def test_groups_that_cannot_be_added() -> None:
     net = Net()

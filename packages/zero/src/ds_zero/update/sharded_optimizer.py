@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ds_comm import LocalShard
 from ds_config.errors import PlanError
 from ds_zero.layout.dtypes_plan import ScaleState, next_scale
-from ds_zero.layout.model_members import named_members, set_outside
+from ds_zero.layout.model_members import drop_outside, named_members, set_outside
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.gradient_norms import GradientAccess, GradientAgreement
@@ -102,7 +102,7 @@ class ShardedOptimizer(Optimizer):
         self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
         check_differences(option_settings(options, inner), group_for(options), "shard")
         check_members(model, params := [p for group in inner.param_groups for p in group["params"]])
-        set_outside(model, params)
+        self._outside = set_outside(model, params)
         check_inner(model, inner, options)
         names = {id(p): name for name, p in named_members(model).items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
@@ -605,7 +605,7 @@ class ShardedOptimizer(Optimizer):
         if any(id(param) in self._groups for param in params):
             raise ValueError("some parameters appear in more than one parameter group")
         self.inner.add_param_group({**param_group, "params": params})
-        set_outside(model, chain(named_members(model).values(), params))
+        self._outside = set_outside(model, chain(named_members(model).values(), params))
         self._habits[number] = self._traits(self.sharding.options)[number]
         names = {id(param): name for name, param in named_members(model).items()}
         self._groups.update((id(param), number) for param in params)
@@ -620,6 +620,6 @@ class ShardedOptimizer(Optimizer):
         self._zero_grad.detach()
         self.sharding.close()
         self.inner.state = defaultdict(dict)
-        set_outside(self.sharding.model, ())
+        drop_outside(self.sharding.model, self._outside)
         for group in self.param_groups:
             group["params"] = []
