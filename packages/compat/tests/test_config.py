@@ -32,6 +32,12 @@ def test_unknown_top_level_keys_are_left_out_with_one_warning_each(said):
     assert "'train_batch_size'" in said.messages[1]
 
 
+def test_a_null_that_upstream_takes_is_a_key_left_out():
+    raw = {"train_batch_size": 4, "bf16": None, "aio": None, "dump_state": None, "prescale_gradients": None}
+    assert accepted(raw) == {"train_batch_size": 4}
+    assert accepted({"fp16": None}) == {"fp16": None}  # refused afterwards, as upstream does
+
+
 def test_unknown_keys_of_sections_that_upstream_reads_key_by_key_are_left_out_with_a_warning(said):
     raw = {"flops_profiler": {"enabled": True, "step": 2}, "optimizer": {"type": "Adam", "torch_adam": True}}
     assert accepted(raw) == {"flops_profiler": {"enabled": True}, "optimizer": {"type": "Adam"}}

@@ -22,6 +22,11 @@ from ds_engine.config_sections import MuonParams
 _log = logging.getLogger("DeepSpeed")
 Raw = Mapping[str, Any]
 
+_NULL_IS_NONE = frozenset(
+    {"aio", "bf16", "dataloader_drop_last", "dump_state", "prescale_gradients", "use_data_before_expert_parallelism"}
+)
+"""Keys that upstream takes null for, as if they were not there."""
+
 _TAG_MODES = ("IGNORE", "WARN", "FAIL")
 
 LAYOUT = "DS_CHECKPOINT_LAYOUT"
@@ -31,6 +36,7 @@ LAYOUT = "DS_CHECKPOINT_LAYOUT"
 def accepted(raw: Raw) -> dict[str, Any]:
     """Return `raw` without the keys that upstream ignores; 0 and 1 become truth values where the key is a flag, quoted values plain ones."""
     document = _known_of(_with_values(raw, ()), "")
+    document = {key: value for key, value in document.items() if value is not None or key not in _NULL_IS_NONE}
     for section in [name for name in document if name in _LAX]:
         if isinstance(document[section], Mapping):
             document[section] = _known_of(document[section], section)
