@@ -75,7 +75,8 @@ class Transport:
         return _started(dist.reduce(tensor, group_dst=dst, op=op, group=self.pg, async_op=self.asynchronous))
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, op: Any) -> Started:
-        return _started(REDUCE_SCATTER_SINGLE(out, inp, op=op, group=self.pg, async_op=self.asynchronous))
+        flat = out.view(-1), inp.view(-1)  # gloo compares shapes
+        return _started(REDUCE_SCATTER_SINGLE(*flat, op=op, group=self.pg, async_op=self.asynchronous))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Started:
         return _started(ALL_GATHER_SINGLE(out, inp, group=self.pg, async_op=self.asynchronous))

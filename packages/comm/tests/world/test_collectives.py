@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -27,6 +28,21 @@ def test_dtypes_gloo_does_not_know_move_too() -> None:
         ds_comm.broadcast(mine, 1)
         assert out.to(torch.complex64).tolist() == [1, 1, 1, 2, 2, 2]
         assert mine.to(torch.complex64).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT])
+@pytest.mark.parametrize("shape", [(), (3, 2), (2, 1, 4)])
+@world(3)
+def test_what_is_no_sum_is_reduced_and_scattered_in_any_shape(shape: tuple[int, ...], op: dist.ReduceOp) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.full(shape, rank + part + 1) for part in range(size)]
+    terms = [r + rank + 1 for r in range(size)]
+    expected = max(terms) if op == dist.ReduceOp.MAX else math.prod(terms)
+    listed, whole = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    ds_comm.reduce_scatter(listed, parts, op)
+    ds_comm.reduce_scatter_single(whole, torch.stack(parts), op)
+    assert bool((listed == expected).all())
+    assert bool((whole == expected).all())
 
 
 @world(2)
