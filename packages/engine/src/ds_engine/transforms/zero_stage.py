@@ -150,39 +150,39 @@ def _check_stage(stage: nn.Module, inner: torch.optim.Optimizer) -> None:
 def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
     plan, parts = site.plan, site.parts
     params = list(parts.params) if parts.params is not None else [p for p in site.model.parameters() if p.requires_grad]
-    given, section = parts.optimizer, plan.config.optimizer
-    if isinstance(given, torch.optim.Optimizer) or (given is None and section is None):
-        return given
+    passed, section = parts.optimizer, plan.config.optimizer
+    if isinstance(passed, torch.optim.Optimizer) or (passed is None and section is None):
+        return passed
     if parts.params is not None and not params and site.mesh["pipe"].size == 1:
         raise PlanError(
             "model_parameters is empty: the optimizer would train nothing",
             code="engine-optimizer",
             fix="Pass the parameters again (a generator can be read once only), or leave model_parameters out for all.",
         )
-    if given is None and section is not None:
+    if passed is None and section is not None:
         return make_optimizer(section, params, site.model, plan.states, site.mesh["gradient"])
-    made = given(params or [{"params": []}]) if callable(given) else given
-    if not isinstance(made, torch.optim.Optimizer):
+    built = passed(params or [{"params": []}]) if callable(passed) else passed
+    if not isinstance(built, torch.optim.Optimizer):
         raise PlanError(
-            f"optimizer is a {type(given).__name__}" + f" that returns a {type(made).__name__}" * callable(given),
+            f"optimizer is a {type(passed).__name__}" + f" that returns a {type(built).__name__}" * callable(passed),
             code="engine-optimizer",
             fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
         )
-    return made
+    return built
 
 
 def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
     """Build the scheduler on the groups of the inner optimizer, which are also the sharded optimizer's."""
     scheduler, section = site.parts.scheduler, site.plan.config.scheduler
     if scheduler is not None:
-        made = scheduler(inner) if callable(scheduler) and not hasattr(scheduler, "state_dict") else scheduler
-        if not hasattr(made, "step"):
+        built = scheduler(inner) if callable(scheduler) and not hasattr(scheduler, "state_dict") else scheduler
+        if not hasattr(built, "step"):
             raise PlanError(
-                f"lr_scheduler is a {type(made).__name__}, which has no step()",
+                f"lr_scheduler is a {type(built).__name__}, which has no step()",
                 code="engine-optimizer",
                 fix="Pass a scheduler, or a function that makes one from an optimizer.",
             )
-        return made
+        return built
     if section is None:
         return None
     if isinstance(section, TorchSchedulerSection):

@@ -125,14 +125,14 @@ def repack_expert_weights(experts_source: nn.Module, spec: MoELayerSpec, ep_rank
     return gate.contiguous(), parts[1], up.contiguous()
 
 
-class _AlsoCut(type):
+class _AlsoCutBlocks(type):
     """`isinstance` knows blocks that an engine has cut under the model's own names (`dress_blocks`)."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(cls, instance) or "_dressed_block" in getattr(instance, "__dict__", ())
 
 
-class AutoEPMoELayer(nn.Module, metaclass=_AlsoCut):
+class AutoEPMoELayer(nn.Module, metaclass=_AlsoCutBlocks):
     """A block with a rank's experts: `router`, `experts` (w1, w2, w3) and what all tokens see. Blocks of an engine are some, too.
 
     Args:

@@ -34,7 +34,7 @@ class Verb:
         return partial, (self._run, None)
 
 
-class Gathered:
+class DoneGather:
     """What `all_gather` returns: it is done."""
 
     def wait(self, **options: Any) -> None:
@@ -43,19 +43,19 @@ class Gathered:
 
 def all_gather(
     param: Parameter, param_list: Iterable[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
-) -> Gathered:
+) -> DoneGather:
     """Make parameters whole until `partition`. Collective."""
     del async_op, hierarchy
     for one in [param] if param_list is None else param_list:
         if one not in _held:
             with torch.no_grad():  # what a graph saved would be watched until `partition`
                 _held[one] = _enter(ds_zero.GatheredParameters(one))
-    return Gathered()
+    return DoneGather()
 
 
 def all_gather_coalesced(
     param: Parameter, params: Iterable[Parameter], safe_mode: bool = False, quantize: bool = False
-) -> Gathered:
+) -> DoneGather:
     """Make `params` whole until `partition`. Collective."""
     del safe_mode, quantize
     return all_gather(param, params)
