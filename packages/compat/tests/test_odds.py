@@ -642,3 +642,11 @@ def test_parameters_of_the_optimizer_in_no_module_of_the_model(stage, tmp_path):
     engine.load_checkpoint(tmp_path)
     assert train(engine, temperature) == expected
     engine.destroy()
+
+
+def test_a_schedule_of_what_is_no_optimizer():
+    from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+
+    for made in (lambda: WarmupLR(3), lambda: OneCycle(nn.Linear(1, 1), 0.1, 0.2)):
+        with pytest.raises(TypeError, match=r"no torch\.optim\.Optimizer"):
+            made()

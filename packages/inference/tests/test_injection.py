@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_inference import RaggedConfig, SchedulingError, SchedulingResult, build_hf_engine, init_inference
@@ -285,3 +286,12 @@ def test_what_a_put_cannot_compute_changes_nothing(tmp_path):
     assert before == (engine.query(1, 99, 99), engine.query(2, 99, 99), int(engine.free_blocks))
     with pytest.raises(UnsupportedError, match="save_pretrained"):
         engine.serialize(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "config"), [(None, None), ("llama", {}), (nn.Linear(2, 2), 3), (nn.Linear(2, 2), ["dtype"])]
+)
+def test_what_is_no_module_or_no_configuration_is_refused(model, config):
+    with pytest.raises(ConfigError) as error:
+        init_inference(model, config)
+    assert error.value.code == "inference-config"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import ds_comm
 from ds_config import load as load_config
-from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.families import FAMILIES, undeclared
@@ -50,9 +50,15 @@ def init_inference(model: nn.Module, config: Any = None, **keys: Any) -> Inferen
         keys: More keys of the configuration. A key that is also in `config`, with another value, is an error.
     Raises:
         ConfigError: unknown keys, wrong values; all at once.
-        PlanError: a key is given twice with different values ("inference-config").
+        ConfigError, PlanError: no module, no configuration, or a key is given twice with different values ("inference-config").
         UnsupportedError: a requested feature is not supported here; the message names the feature.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"init_inference() was called with a model of type {type(model).__name__}",
+            code="inference-config",
+            fix="Pass a torch.nn.Module.",
+        )
     return InferenceEngine(model, _resolved(config, keys))
 
 
@@ -63,8 +69,14 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
         values: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     elif isinstance(config, str | Path):
         values = json.loads(Path(config).read_text())
-    else:
+    elif config is None or isinstance(config, Mapping):
         values = dict(config or {})
+    else:
+        raise ConfigError(
+            f"a configuration of type {type(config).__name__}",
+            code="inference-config",
+            fix="Give an InferenceConfig, a dict, or the path of a JSON file.",
+        )
     twice = [name for name in keys if name in values and values[name] != keys[name]]
     if twice:
         raise PlanError(

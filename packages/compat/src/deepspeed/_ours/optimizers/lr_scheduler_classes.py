@@ -39,6 +39,8 @@ class _Attached(LRScheduler, metaclass=_ByKind):
     order: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"{type(self).__name__} of a {type(optimizer).__name__}, which is no torch.optim.Optimizer")
         names = (*self.order, "last_batch_iteration")
         if len(values) > len(names) or not params.keys().isdisjoint(names[: len(values)]):
             raise TypeError(f"{type(self).__name__} takes (optimizer, {', '.join(names)}), each once")
