@@ -111,7 +111,7 @@ class Partition(Tensor):
             param, elements = partition._param(), partition._base_elements
             local = None if param is None or elements is not None else _local(param)
             tensor = partition.as_subclass(Tensor) if local is None else local
-            if param is not None:  # whose engine may be gone: `of` would give None now
+            if param is not None:
                 used.append((partition._param, tensor, tensor if elements is None else elements, tensor._version))
             return tensor
 
