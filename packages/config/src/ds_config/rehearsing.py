@@ -1,6 +1,6 @@
 """Whether this process rehearses: it is one rank of a world that is not there, and nothing that it computes is a result.
 
-`ds_comm.start_rehearsal` sets it; whoever writes files that outlive the process asks it, and marks them.
+`ds_comm.rehearsal.start_rehearsal` sets it; whoever writes files that outlive the process asks it, and marks them.
 """
 
 from __future__ import annotations

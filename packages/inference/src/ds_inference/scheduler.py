@@ -156,7 +156,7 @@ class Scheduler:
             raise PlanError(
                 "a step was planned and its outcome is not known yet",
                 code="inference-call-order",
-                fix="Call commit() with what the step gave.",
+                fix="Call update() with the outcomes of the step.",
             )
         left, chunks = self.budget.max_num_batched_tokens, list[ScheduledChunk]()
         settled: set[int] = set()  # have their chunk, so they keep their blocks in this step
@@ -214,9 +214,9 @@ class Scheduler:
         ]
         if planned is None or missing:
             raise PlanError(
-                f"commit without {'a step' if planned is None else f'outcomes of requests {missing}'}",
+                f"update() without {'a step' if planned is None else f'outcomes of requests {missing}'}",
                 code="inference-call-order",
-                fix="Call plan(), compute the step, then commit() with an Outcome for every chunk that has outputs.",
+                fix="Call schedule(), compute the step, then update() with a StepOutcome for every chunk that has outputs.",
             )
         if self._assumed is None:
             self._planned = None

@@ -18,7 +18,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path
     A line shows where both agree.
 
     Args:
-        rows: As `ds_tune.writing.rows_of` builds them.
+        rows: As `ds_tune.results_writer.rows_of` builds them.
     Raises:
         UnsupportedError: matplotlib is not installed ("tune-picture").
     """

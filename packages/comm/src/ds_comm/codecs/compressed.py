@@ -1,6 +1,6 @@
 """Collectives whose messages are quantized: the signatures of `collectives`, less exact, fewer bytes.
 
-`Quantized` gathers, reduce-scatters and all-reduces numbers as small codes in groups that share a scale (`ds_ops.QuantSpec`). Sent as
+`Quantized` gathers, reduce-scatters and all-reduces numbers as small codes in groups that share a scale (`ds_ops.formats.QuantSpec`). Sent as
 int8 in groups of 256, fp32 takes 0.254 of its bytes, bf16 0.508; int4 half of that. A gather quantizes once. A reduction
 quantizes what a rank sends and adds in fp32 what it receives: one rounding per hop, and never a sum of codes.
 

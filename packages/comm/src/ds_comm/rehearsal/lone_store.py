@@ -37,7 +37,7 @@ class LoneStore(dist.Store):
             raise CommError(
                 f"key {key!r} of the store, which another rank would have written",
                 code="rehearsal-foreign",
-                fix="A rehearsal has one rank: leave this exchange out where ds_comm.is_rehearsal(), or exchange tensors.",
+                fix="A rehearsal has one rank: leave this exchange out where ds_comm.rehearsal.is_rehearsal(), or exchange tensors.",
             )
         return self._values[key]
 

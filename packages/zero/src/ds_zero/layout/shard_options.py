@@ -106,18 +106,18 @@ class OffloadPolicy:
     def __post_init__(self) -> None:
         wrong = []
         if self.device not in ("host", "file"):
-            wrong.append(f"where is 'host' or 'file', not {self.device!r}")
+            wrong.append(f"device is 'host' or 'file', not {self.device!r}")
         if (self.device == "file") != (self.folder is not None):
-            wrong.append(f"where = {self.device!r} with folder = {self.folder!r}")
+            wrong.append(f"device = {self.device!r} with folder = {self.folder!r}")
         if self.buffer_count < 2:
-            wrong.append(f"buffers = {self.buffer_count}, at least 2 are needed to overlap anything")
+            wrong.append(f"buffer_count = {self.buffer_count}, at least 2 are needed to overlap anything")
         if not 0.0 <= self.ratio <= 1.0:
-            wrong.append(f"share = {self.ratio}, not between 0 and 1")
+            wrong.append(f"ratio = {self.ratio}, not between 0 and 1")
         if not 0.0 <= self.overlap_ratio <= 1.0:
-            wrong.append(f"early = {self.overlap_ratio}, not between 0 and 1")
+            wrong.append(f"overlap_ratio = {self.overlap_ratio}, not between 0 and 1")
         if self.overlap_ratio and self.device == "file":
             wrong.append(
-                f"early = {self.overlap_ratio} with where = 'file': what an early update overwrites is kept in host memory"
+                f"overlap_ratio = {self.overlap_ratio} with device = 'file': what an early update overwrites is kept in host memory"
             )
         if wrong:
             raise PlanError(
@@ -361,7 +361,7 @@ class ShardOptions:
             raise PlanError(
                 f"ZeRO stage {self.stage!r} does not exist",
                 code="zero-stage",
-                fix="Use a stage from 0 to 3, or a Residency.",
+                fix="Use a stage from 0 to 3, or a ds_zero.ShardingStrategy.",
             )
         return STAGES[self.stage]
 

@@ -27,7 +27,7 @@ class AutoEPConfig(
         [(key, Any, field(default=entry.default)) for key, entry in ExpertParallelConfig.model_fields.items()],
     )
 ):
-    """The section with all keys of `ds_moe.ExpertParallelConfig`; nothing is checked before `validate_autoep_config`."""
+    """The section with all keys of `ds_moe.config.ExpertParallelConfig`; nothing is checked before `validate_autoep_config`."""
 
     def __init__(self, **keys: Any) -> None:
         super().__init__(**keys)

@@ -26,7 +26,7 @@ class UlyssesSPAttentionHF:
     ) -> SequenceRanks | None:  # fmt: skip
         """Register sequence-parallel attention with Transformers and return `mpu` for `initialize`.
 
-        See `ds_parallel.sequence.hf.register_with_transformers`.
+        See `ds_parallel.sequence.hf_attention.register_with_transformers`.
         """
         ranks = register_with_transformers(
             model_name_or_path, core_attn_implementation, sequence_parallel_size, micro_batch_size, seq_length,
