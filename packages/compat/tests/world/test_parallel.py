@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours.communication.group_getters import share_layers
+from deepspeed._ours.communication.group_getters import share_layers, share_sequences
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -389,6 +389,53 @@ def test_groups_are_those_of_an_engine_with_a_mesh_of_sequences() -> None:
 
 
 @world(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_sequences_are_summed_where_ranks_have_one_loss(stage: int) -> None:
+    """As Megatron does it: each rank has the loss of all tokens, and the gradient of its own. Upstream's own mpu: a loss each."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+    from deepspeed.utils import safe_get_full_grad
+
+    rank, everyone = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    megatron = SimpleNamespace(
+        get_sequence_parallel_world_size=lambda: 2,
+        get_sequence_parallel_group=lambda: everyone,
+        get_data_parallel_world_size=lambda: 1,
+        get_tensor_model_parallel_world_size=lambda: 1,
+    )
+    x, labels = torch.randn(6, 1, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6).view(6, 1) % 5
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    parallel_state_sp.initialize_sequence_parallel(2)
+    try:
+        for mpu in (megatron, parallel_state_sp):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 5)
+            alone = copy.deepcopy(model)
+            functional.cross_entropy(alone(x).flatten(0, 1), labels.flatten()).backward()
+            engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+            for boundary in (False, True):
+                logits, own = engine(x.chunk(2)[rank]), labels.chunk(2)[rank]
+                if mpu is megatron:
+                    loss = vocab_sequence_parallel_cross_entropy(logits, own, everyone).mean()
+                else:
+                    loss = functional.cross_entropy(logits.flatten(0, 1), own.flatten())
+                engine.backward(loss)
+                if boundary:
+                    torch.testing.assert_close(safe_get_full_grad(engine.module.weight), alone.weight.grad)
+                engine.step()
+            whole = nn.utils.get_total_norm([param.grad for param in alone.parameters()])
+            assert float(engine.get_global_grad_norm()) == pytest.approx(float(whole))
+            engine.destroy()
+    finally:
+        share_sequences(None)
+
+
+@world(2)
 def test_sequences_over_ranks() -> None:
     from deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
@@ -409,8 +456,6 @@ def test_sequences_over_ranks() -> None:
         with pytest.raises(PlanError, match="sp_rank = 7"):
             UlyssesSPDataLoaderAdapter([], 7, group, 2, "cpu")
     finally:
-        from deepspeed._ours.communication.group_getters import share_sequences
-
         share_sequences(None)
     set_place("")
 

@@ -101,7 +101,7 @@ class Engine(nn.Module):
             # A method of the engine would be a circle, and the engine would never end by itself.
             self.optimizer.judge = self._health.nonfinite
             self.optimizer.before_update = self.checkpointer.before_update
-            self.optimizer.gain = gain_of(plan, self._averaging.size, scaled=False)
+            self.optimizer.gain = gain_of(plan, scaled=False)
         self._thaws = anywhere(self.mesh)(self.optimizer is not None and self.optimizer.may_thaw)
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
@@ -699,7 +699,7 @@ class Engine(nn.Module):
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
         optimizer = self._trains("backward")
-        optimizer.gain = gain_of(self.plan, self._averaging.size, scaled=True)
+        optimizer.gain = gain_of(self.plan, scaled=True)
         return part, optimizer.scale(before)
 
     def _note(self, loss: Tensor | SumLoss, divide: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -121,7 +121,7 @@ class ShardPlan:
     near: int = 1
     two_steps: bool = False
     offload_optimizer: str | OffloadPolicy = "device"
-    offload_params: str | OffloadPolicy = "device"
+    offload_params: Literal["device"] | OffloadPolicy = "device"
     wire: QuantizedComm = EXACT
     split: ZenFlowConfig | None = None
     ignore_unused_parameters: bool = True
@@ -205,7 +205,7 @@ class Plan:
         casting: What the forward sees.
         sharding: How units are cut, and how they travel.
         clip: Largest global gradient norm; None does not clip.
-        sums: Whether gradients are added up over ranks instead of averaged.
+        summed: Ranks whose gradients are added up: 1 averages over all, the ranks of a sequence averages the rest, all averages none.
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
         layer_drop: What the forward is passed about layers to drop; None passes nothing.
@@ -234,7 +234,7 @@ class Plan:
     casting: Casting
     sharding: ShardPlan
     clip: float | None
-    sums: bool
+    summed: int
     reading: DataLoaderPlan
     telling: LoggingPlan
     health: Health
@@ -407,7 +407,9 @@ def _row_text(words: list[str]) -> str:
 
 
 def _gradients_text(plan: Plan) -> str:
-    text = "summed over ranks" if plan.sums else "averaged over ranks"
+    averaged = plan.mesh.data * plan.mesh.sequence // plan.summed
+    text = "averaged over ranks" if averaged > 1 or plan.summed == 1 else "summed over ranks"
+    text += f", summed over {plan.summed} that share a sequence" if averaged > 1 and plan.summed > 1 else ""
     text += ", by the optimizer" if reduces_itself(plan.config.optimizer) else ""
     text += f", divided by {plan.predivide:g} before" if plan.predivide != 1.0 else ""
     if plan.sharding.two_steps:

@@ -100,7 +100,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         casting=casting_of(config),
         sharding=sharding,
         clip=config.gradient_clipping or None,
-        sums=config.gradient_allreduce_op == "sum",
+        summed=ranks if config.gradient_allreduce_op == "sum" else 1,
         # A pipeline reads data in its own order, as DeepSpeed's does.
         reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
         telling=_telling(config),
@@ -122,7 +122,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
 
 
-def _places(config: Config, *, accumulates: bool) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
+def _places(config: Config, *, accumulates: bool) -> tuple[str | OffloadPolicy, Literal["device"] | OffloadPolicy]:
     """Return the offload targets of optimizer state and parameters between uses.
 
     Args:

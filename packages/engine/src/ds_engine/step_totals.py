@@ -12,13 +12,13 @@ from ds_zero import ShardedOptimizer
 __all__ = ["gain_of", "settle", "totals_after"]
 
 
-def gain_of(plan: Plan, ranks: int, *, scaled: bool) -> float:
-    """Return what averages over `ranks` are to be multiplied by.
+def gain_of(plan: Plan, *, scaled: bool) -> float:
+    """Return what averages over ranks are to be multiplied by.
 
     Args:
         scaled: Whether losses went through the engine, which divides them by `plan.predivide`.
     """
-    return (ranks if plan.sums else 1.0) * (plan.predivide if scaled else 1.0)
+    return plan.summed * (plan.predivide if scaled else 1.0)
 
 
 def settle(
@@ -32,11 +32,11 @@ def settle(
     Returns:
         The totals of the step; None where they come with the update, or where no loss was noted.
     """
-    optimizer.gain = gain_of(plan, group.size, scaled=bool(ledger.losses))
+    optimizer.gain = gain_of(plan, scaled=bool(ledger.losses))
     later = device.type == "cpu" and ledger.waits and optimizer.sharding.group.ranks == group.ranks
     totals, optimizer.extra = (None, ledger.leave()) if later else (ledger.close(group), ())
     if totals is not None and totals.count is not None:
-        averaged = plan.batch.accumulation * (1 if plan.sums else group.size)
+        averaged = plan.batch.accumulation * group.size // plan.summed
         optimizer.divisor = (totals.count or 1.0) / averaged
     return totals
 

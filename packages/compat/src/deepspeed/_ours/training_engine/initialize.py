@@ -49,6 +49,7 @@ from ds_engine.rank_config import check_configuration
 from ds_engine.transforms.token_routing import RandomLTD
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
+from ds_parallel.sequence.hf_attention import SequenceRanks
 from ds_parallel.tensor import facts_of
 from ds_zero.runtime.sharded_model import end_sharding
 
@@ -104,6 +105,9 @@ def initialize(
         shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
     )
     plan = _as_upstream_at_stage_0(make_plan(resolved, shapes, world_group().size))
+    if shared > 1 and not isinstance(mpu, SequenceRanks) and not hasattr(mpu, "initialize_sequence_parallel"):
+        # Ranks of a sequence as Megatron has them: one loss of all tokens, of which each rank has the gradient of its own.
+        plan = replace(plan, summed=max(plan.summed, shared))
     if counted is not None and world_group().rank == 0:
         logger.warning(
             "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
