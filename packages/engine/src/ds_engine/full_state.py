@@ -46,12 +46,11 @@ def full_state(
     given as it is. Tensor-parallel shards are joined, under the name of the whole tensor. Cost: one all-gather of the parameters, unit by unit, and two for sharded tensors.
     """
     copies: dict[int, Tensor] = {}
-    keeps = lead or sharding.group.rank == 0
     inside = set(map(id, module.parameters()))
     for unit in sharding.units:
         wanted = [param for param in unit.params if id(param) in inside]
         with GatheredParameters(wanted):
-            if keeps:
+            if lead or sharding.families[unit.spec.family].group.rank == 0:  # experts are on ranks of their own
                 copies |= {id(param): _copy(param, dtype) for param in wanted}
     names = _join(module, sharding, copies)
     if not lead:
@@ -118,7 +117,7 @@ def _join(module: nn.Module, sharding: ShardedModel, copies: dict[int, Tensor]) 
         (name, spec.shape, spec.box, copies[id(param)].dtype)
         for name, params in by_name.items()
         for param, spec in ((p, param_sharding(p)) for p in params)
-        if sharding.group.rank == 0
+        if id(param) in copies
     ]
     rank_parts: list[Any] = [None] * everyone.size
     all_gather_object(rank_parts, local_parts, group=everyone)

@@ -234,6 +234,12 @@ def check_family(family: str) -> None:
             engine.backward(loss)
             engine.step()
             assert engine.optimizer.last.norm == pytest.approx(norms[step], rel=1e-4)
+        whole = engine.full_state_dict()
+        for name, value in whole.items():
+            torch.testing.assert_close(
+                value, own.state_dict()[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        assert rank or whole.keys() == own.state_dict().keys()
         engine.close()
         for (name, param), value in zip(net.named_parameters(), own.parameters(), strict=True):
             torch.testing.assert_close(param, value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{family} {n}: {m}")
