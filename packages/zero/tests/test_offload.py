@@ -15,13 +15,20 @@ from ds_zero.runtime import sharded_model
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"device": "file"}, {"device": "host", "folder": "x"}, {"ratio": 1.5}, {"buffer_count": 1}, {"device": "moon"}],
+    ("wrong", "code"),
+    [
+        ({"device": "file"}, "offload-placement"),
+        ({"device": "host", "folder": "x"}, "offload-placement"),
+        ({"ratio": 1.5}, "config-option"),
+        ({"buffer_count": 1}, "config-option"),
+        ({"max_in_cpu": -1}, "config-option"),
+        ({"device": "moon"}, "config-option"),
+    ],
 )
-def test_placements_that_cannot_be(wrong: dict[str, object]) -> None:
-    with pytest.raises(PlanError) as caught:
+def test_placements_that_cannot_be(wrong: dict[str, object], code: str) -> None:
+    with pytest.raises(PlanError, match=next(iter(wrong))) as caught:
         OffloadPolicy(**wrong)  # type: ignore[arg-type]
-    assert caught.value.code == "offload-placement"
+    assert caught.value.code == code
 
 
 def test_a_share_is_counted_from_the_end_in_whole_units() -> None:

@@ -84,3 +84,18 @@ def test_gradients_are_summed_in_fp32_at_least_and_travel_in_the_format_asked_fo
     ruled = Precision(reduce=torch.float16, rules=(PrecisionRule("norm.*", param=torch.float32),))
     assert ruled.resolve(torch.bfloat16, "norm.weight").reduce is torch.float32
     assert ruled.resolve(torch.bfloat16, "linear.weight").reduce is torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, "bfloat16"])
+@pytest.mark.parametrize("role", ["param", "reduce", "accumulate", "master"])
+@pytest.mark.parametrize("record", [Precision, lambda **keys: PrecisionRule("*", **keys)])
+def test_formats_that_nothing_is_trained_in_are_refused(record, role, dtype):
+    with pytest.raises(PlanError, match=f"{role} is") as caught:
+        record(**{role: dtype})
+    assert caught.value.code == "config-option"
+
+
+@pytest.mark.parametrize("keys", [{"window": 0}, {"factor": 1.0}, {"initial": -1.0}, {"static": 0.0}, {"window": "3"}])
+def test_scales_that_mean_nothing_are_refused(keys):
+    with pytest.raises(PlanError, match="LossScale"):
+        LossScale(**keys)

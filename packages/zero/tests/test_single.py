@@ -190,3 +190,61 @@ def test_another_format_after_shard_is_named_at_every_stage(stage, dtype):
     with pytest.raises(PlanError, match=r"0\.weight was sharded as torch\.float32") as caught:
         step()
     assert caught.value.code == "zero-replaced"
+
+
+OPTIONS = [
+    {"clip": -1.0},  # turned every gradient around
+    {"clip": 0.0},  # made them all zero
+    {"clip": float("nan")},  # clipped nothing
+    {"memory": "AUTO"},
+    {"stage": True},
+    {"strict": "yes"},
+    {"shard_size": "2"},
+    {"offload_params": "host"},
+    {"quantized_comm": {"weights": 8}},
+    {"policy": 1000},
+    {"max_numel": 1000},
+]
+
+
+@pytest.mark.parametrize("keys", OPTIONS, ids=lambda keys: f"{next(iter(keys))}={next(iter(keys.values()))}")
+def test_options_without_a_meaning_are_refused_before_anything_changes(keys):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(PlanError, match=next(iter(keys))) as caught:
+        ds_zero.shard(model, optimizer, **keys)
+    assert caught.value.code == "config-option"
+    assert isinstance(ds_zero.shard(model, optimizer, stage=2), ds_zero.ShardedOptimizer)
+
+
+def test_none_is_a_default():
+    model = net()
+    none = dict.fromkeys(("policy", "quantized_comm", "offload_optimizer", "offload_params", "memory", "overlap"))
+    optimizer = ds_zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3, **none)
+    assert optimizer.sharding.options == ds_zero.ShardOptions(stage=3)
+
+
+def test_parameters_that_are_never_released_are_not_offloaded_in_silence():
+    model = net()
+    with pytest.raises(PlanError, match="stage 2") as caught:
+        ds_zero.shard(
+            model, torch.optim.AdamW(model.parameters()), stage=2, offload_params=ds_zero.OffloadPolicy("host")
+        )
+    assert caught.value.code == "offload-placement"
+
+
+def test_what_is_no_model_and_no_optimizer_is_named():
+    model = net()
+    for arguments, words in (((model.parameters(),), "generator"), ((model, [1]), "list")):
+        with pytest.raises(PlanError, match=words):
+            ds_zero.shard(*arguments)
+
+
+def test_a_rule_that_matches_nothing_is_told(caplog):
+    model = net()
+    rules = (ds_zero.PrecisionRule("*.bais", param=torch.bfloat16), ds_zero.PrecisionRule("2.*", param=torch.bfloat16))
+    ds_zero.shard(
+        model, torch.optim.AdamW(model.parameters()), stage=1, precision=ds_zero.Precision(rules=rules)
+    ).close()
+    assert "'*.bais' has no effect" in caplog.text
+    assert "2.*" not in caplog.text

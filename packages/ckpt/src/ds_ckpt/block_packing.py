@@ -27,6 +27,7 @@ from ds_ckpt.records import BlockLocation, FileRecord, Manifest, PartRecord, Pie
 from ds_ckpt.save_plan import Item
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
+from ds_config.option_checks import check_options
 
 __all__ = ["BlockPacker", "SaveOptions"]
 
@@ -47,6 +48,7 @@ class SaveOptions:
     codecs: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_options(self)
         for prefix, codec in self.codecs.items():
             if codec not in CODECS or (codec in LOSSY and not prefix.startswith("optim/")):
                 raise CheckpointError(

@@ -11,6 +11,7 @@ from ds_ckpt.records import Manifest
 from ds_ckpt.save_plan import SHOWN, more
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
+from ds_config.option_checks import check_options
 
 __all__ = ["LoadOptions", "check_load"]
 
@@ -30,6 +31,9 @@ class LoadOptions:
     strict: bool = True
     cast: bool = False
     begins: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def check_load(

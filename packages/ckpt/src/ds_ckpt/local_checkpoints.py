@@ -34,6 +34,7 @@ from ds_ckpt.shard_tensors import Local, copier, full_shards
 from ds_ckpt.writer import SlabPool
 from ds_comm import GroupLike
 from ds_config.errors import CheckpointError
+from ds_config.option_checks import check_options
 
 __all__ = ["DrainOptions", "LocalCheckpointer"]
 
@@ -53,6 +54,9 @@ class DrainOptions:
     every: int = 1
     keep: int | None = None
     recipe: SaveOptions | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class LocalCheckpointer:

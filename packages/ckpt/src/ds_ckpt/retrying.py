@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 import ds_monitor
 from ds_config.errors import CheckpointError
+from ds_config.option_checks import check_options
 
 __all__ = ["IncompleteError", "RetryPolicy", "transient"]
 
@@ -41,6 +42,9 @@ class RetryPolicy:
     attempts: int = 7
     first_s: float = 0.1
     limit_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_options(self, attempts=">= 1", first_s=">= 0", limit_s=">= 0")
 
     def __call__(self, what: str, ask: Callable[[], _T]) -> _T:
         """Call `ask` until the store answers, at most `attempts` times, and return the answer.

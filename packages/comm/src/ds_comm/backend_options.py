@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_config.errors import CommError
+from ds_config.option_checks import check_options
 
 __all__ = ["BackendOptions", "group_options", "use_backend_options"]
 
@@ -46,6 +47,9 @@ class BackendOptions:
     max_ctas: int | None = None
     net_name: str | None = None
     split_share: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self, cga_cluster_size=">= 0", min_ctas=">= 1", max_ctas=">= 1")
 
     def requested(self) -> dict[str, Any]:
         """Return the options that are set."""

@@ -28,6 +28,7 @@ from ds_comm.grid import RankGrid
 from ds_comm.groups import Group, common_group
 from ds_comm.process_group import ensure_world
 from ds_config.errors import CommError, PlanError, set_place
+from ds_config.option_checks import check_options
 
 __all__ = ["AXES", "GROUPS", "Mesh", "MeshSpec"]
 
@@ -65,6 +66,7 @@ class MeshSpec:
     expert: int = 1
 
     def __post_init__(self) -> None:
+        check_options(self)
         bad = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1]
         if bad:
             raise PlanError(

@@ -22,6 +22,7 @@ from ds_compress.compress import compressed_layers
 from ds_compress.layer_kinds import Convolutions
 from ds_compress.quantised import refuse_quantised
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 
 __all__ = [
     "QuantScheme",
@@ -52,6 +53,7 @@ class QuantScheme:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not 2 <= self.bits <= 8 or self.group_size == 0 or self.group_size < -1:
             raise PlanError(
                 f"a scheme of {self.bits} bits and groups of {self.group_size}",

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
+from ds_config.option_checks import check_options
 from ds_data.permutation import mix_keys, uniform
 from ds_data.tokens import TokenFile
 
@@ -43,6 +44,9 @@ class FillInMiddle:
     rate: float = 0.5
     suffix_first: float = 0.5
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        check_options(self, prefix=">= 0", middle=">= 0", suffix=">= 0", rate=">= 0, <= 1", suffix_first=">= 0, <= 1")
 
     def indices(self, length: int, piece: int) -> NDArray[np.int64]:
         """Return the source index of each token of piece number `piece` after the reordering, int64 [length].

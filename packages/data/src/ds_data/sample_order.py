@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
+from ds_config.option_checks import check_options
 from ds_data.permutation import KeyedPermutation, mix_keys
 
 __all__ = ["BlendOrder", "RankBatchSampler", "RankSlice", "SampleStream", "split_ranges"]
@@ -47,6 +48,7 @@ class RankSlice:
     micro: int
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.micro < 1 or not 0 <= self.rank < self.ranks:
             raise ConfigError(
                 f"rank {self.rank} of {self.ranks} ranks that split the batch, with {self.micro} samples each",
@@ -80,6 +82,9 @@ class SampleStream:
     seed: int = 1234
     shuffle: bool = True
     multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_options(self, length=">= 1", multiple=">= 1")
 
     @property
     def epoch_length(self) -> int:

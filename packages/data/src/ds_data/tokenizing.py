@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_config.errors import ConfigError
+from ds_config.option_checks import check_options
 from ds_data.codes import Table, smallest_int_dtype
 from ds_data.token_writer import TokenWriter
 
@@ -43,6 +44,9 @@ class DocumentSource:
 
     key: str = "text"
     lines: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_config.errors import ConfigError, PlanError
+from ds_config.option_checks import check_options
 
 __all__ = ["BatchRequest", "BatchSizes", "resolve_batch"]
 
@@ -30,6 +31,9 @@ class BatchRequest:
     train: int | None = None
     micro: int | None = None
     accumulation: int | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True)

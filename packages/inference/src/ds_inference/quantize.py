@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_inference.packed_codes import (
     PackedCodes,
     holds_bf16_params,
@@ -82,6 +83,7 @@ class QuantizationOptions:
     activations: Literal["float", "int8", "fp8"] = "float"
 
     def __post_init__(self) -> None:
+        check_options(self)
         floats = self.format in ("fp8", "fp6")
         if self.format not in _FORMATS or self.activations not in ("float", "int8", "fp8"):
             raise _refuse(f"{self}", f"Formats are {', '.join(_FORMATS)}, activations float, int8 or fp8.")

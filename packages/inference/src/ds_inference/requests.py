@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 
 __all__ = ["Request", "RequestState", "ScheduledChunk", "SchedulerConfig", "SchedulerOutput", "StepOutcome"]
 
@@ -37,6 +38,7 @@ class SchedulerConfig:
     max_model_len: int = 1 << 20
 
     def __post_init__(self) -> None:
+        check_options(self)
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1 or (
             self.max_prefill_chunk is not None and self.max_prefill_chunk < 1
         ):

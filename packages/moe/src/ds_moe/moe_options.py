@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_config.option_checks import check_options
+
 __all__ = ["MoEOptions"]
 
 
@@ -28,3 +30,6 @@ class MoEOptions:
     expert_choice: bool = False
     z_loss: float = 0.0
     bias_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_options(self, z_loss=">= 0", bias_rate=">= 0")

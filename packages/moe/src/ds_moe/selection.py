@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ds_config.option_checks import check_options
 from ds_moe.router_output import RouterOutput, bad_routing, probabilities, wide
 
 __all__ = ["GroupScore", "RouterOptions", "Score", "choose_experts", "select_experts", "weigh"]
@@ -44,6 +45,7 @@ class RouterOptions:
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
+        check_options(self, epsilon=">= 0")
         if self.k < 1 or not 1 <= self.limited_groups <= self.groups:
             raise bad_routing(
                 f"{self.k} choices out of {self.limited_groups} of {self.groups} groups",

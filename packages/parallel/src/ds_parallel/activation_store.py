@@ -25,6 +25,7 @@ import ds_comm as comm
 from ds_accel import Accelerator, PinnedBuffer, PinnedPool, get_accelerator, host_memory, streams
 from ds_comm import Group, self_group
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_parallel._torch import version_of
 
 __all__ = ["ActivationMemory", "ActivationPolicy", "ActivationStore", "Kept"]
@@ -49,6 +50,9 @@ class ActivationPolicy:
     slots: int | None = None
     synchronize: bool = False
     profile: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self, slots=">= 1")
 
     @property
     def moves(self) -> bool:

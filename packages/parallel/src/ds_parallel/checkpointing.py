@@ -39,6 +39,9 @@ __all__ = ["ActivationCheckpointing", "checkpoint", "checkpoint_reentrant", "cur
 _log = logging.getLogger("ds_parallel")
 _active: ContextVar[ActivationCheckpointing | None] = ContextVar("ds_parallel.checkpointing", default=None)
 
+_HELD = ActivationPolicy()
+"""Inputs are held as they are."""
+
 
 class ActivationCheckpointing:
     """How calls are checkpointed.
@@ -62,7 +65,7 @@ class ActivationCheckpointing:
         save_ops: Collection[Any] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.keeping = keeping or ActivationPolicy()
+        self.keeping = keeping or _HELD
         self.tracker = tracker or RngTracker(accelerator)
         self.save_ops = tuple(save_ops)
         self.calls = 0
@@ -88,7 +91,7 @@ class ActivationCheckpointing:
         """
         saves = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(self.save_ops))
         context: dict[str, Any] = {"context_fn": saves} if self.save_ops else {}
-        if torch.compiler.is_compiling() and self.keeping == ActivationPolicy():
+        if torch.compiler.is_compiling() and self.keeping == _HELD:
             # torch's compiler knows this very call, keeps its inputs and replays its random numbers itself.
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **context, **kwargs)
         return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=False, **context), function, args, kwargs)
@@ -138,7 +141,7 @@ class ActivationCheckpointing:
 
     def _check_used(self) -> None:
         """Warn, once, if calls were to be treated in another way and a forward made none."""
-        if self.calls == 0 and self.keeping != ActivationPolicy() and torch.is_grad_enabled() and not self._unused_told:
+        if self.calls == 0 and self.keeping != _HELD and torch.is_grad_enabled() and not self._unused_told:
             self._unused_told = True
             _log.warning(
                 "activation_checkpointing asks for %s, and the model's forward made no checkpointed call: name modules in "

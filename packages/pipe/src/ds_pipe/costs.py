@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_pipe.actions import ActionKind
 
 __all__ = ["Costs"]
@@ -29,6 +30,7 @@ class Costs:
     transfer: float = 0.0
 
     def __post_init__(self) -> None:
+        check_options(self)
         rows = (self.forward, self.input_grad, self.weight_grad, self.activation)
         numbers = [value for row in rows for value in row] + [self.transfer]
         if len({len(row) for row in rows}) != 1 or any(not math.isfinite(v) or v < 0 for v in numbers):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.listing import SchedulePriority, ScheduleProblem, generate
@@ -230,6 +231,9 @@ class PipelineSpec:
     virtual: int = 2
     partition: str = ""
     seeded: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self, ranks=">= 1", virtual=">= 1")
 
     def program(self, microbatches: int) -> Program:
         """Build the program of the compute actions of a step."""

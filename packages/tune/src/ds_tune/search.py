@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ds_config.option_checks import check_options
 from ds_engine.trial_results import TrialResult
 from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predict
 from ds_tune.space import Candidate, Rejected, SearchLimits
@@ -74,6 +75,9 @@ class TrialBudget:
     trials: int
     steps: int = 3
     stopping: int = 0
+
+    def __post_init__(self) -> None:
+        check_options(self, steps=">= 1", stopping=">= 0")
 
 
 @dataclass(frozen=True, slots=True)

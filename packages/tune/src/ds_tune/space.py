@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_config.errors import ConfigError, DsError
+from ds_config.option_checks import check_options
 from ds_engine import Config, Plan, Shapes, load_config, make_plan
 from ds_engine.trial_results import LayerFacts
 from ds_engine.trial_spec import laid_over
@@ -72,6 +73,9 @@ class SearchLimits:
     memory_bytes: int | None = None
     train: tuple[int, int | None] = (1, None)
     micro: tuple[int, int] = (1, 1024)
+
+    def __post_init__(self) -> None:
+        check_options(self, memory_bytes=">= 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ class _OffloadConfig(StrictModel):
     pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
     buffer_count: Annotated[int, Field(ge=1)] = Field(default=4, description=_BUFFERS)
 
-    def _placement(self, io: IOSettings, share: float = 1.0, early: float = 0.0, **files: Any) -> str | OffloadPolicy:
+    def _placement(
+        self, io: IOSettings, share: float = 1.0, early: float = 0.0, **files: Any
+    ) -> Literal["device"] | OffloadPolicy:
         if self.device == "none":
             return "device"
         if self.device == "cpu":
@@ -68,7 +70,7 @@ class OffloadParamConfig(_OffloadConfig):
         description="With nvme: elements of a rank that stay in host memory before files are used.",
     )
 
-    def placement(self, io: IOSettings) -> str | OffloadPolicy:
+    def placement(self, io: IOSettings) -> Literal["device"] | OffloadPolicy:
         """Return this section as the OffloadPolicy that `ds_zero.shard` accepts."""
         return self._placement(io, max_in_cpu=self.max_in_cpu)
 
@@ -98,7 +100,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
         default=0.8, ge=0, le=1, description="With super_offload: share of a rank's threads that do it, at least one."
     )
 
-    def placement(self, io: IOSettings) -> str | OffloadPolicy:
+    def placement(self, io: IOSettings) -> Literal["device"] | OffloadPolicy:
         """Return this section as the OffloadPolicy that `ds_zero.shard` accepts."""
         reads, writes = self.pipeline_read is not False, self.pipeline_write is not False
         early = self.cpuadam_cores_perc if self.super_offload else 0.0

@@ -27,6 +27,7 @@ from ds_comm.rehearsal.traffic import LinkTransfer
 from ds_comm.single import SINGLE
 from ds_comm.transports import TRANSPORTS, Transport
 from ds_config.errors import CommError
+from ds_config.option_checks import check_options
 from ds_config.rehearsing import is_rehearsal, set_rehearsal
 
 __all__ = [
@@ -61,6 +62,7 @@ class RehearsalOptions:
     messages: Path | None = None
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not 0 <= self.rank < self.world_size:
             raise CommError(
                 f"rank {self.rank} of a world of {self.world_size}", code="comm-rank", fix="Take a rank of the world."

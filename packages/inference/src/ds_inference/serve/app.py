@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ds_config.errors import DsError, PlanError
+from ds_config.option_checks import check_options
 from ds_inference.embedding import Embedder
 from ds_inference.llm_engine import TokenOutput
 from ds_inference.sampling import SamplingParams, separate
@@ -54,6 +55,9 @@ class ServerLimits:
     longest: int = 4096
     body: int = 4 << 20
     stall: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_options(self, requests=">= 1", answer=">= 1", longest=">= 1", body=">= 1", stall="> 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ds_config.errors import PlanError, UnsupportedError
+from ds_config.option_checks import check_options
 from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
 from ds_parallel.tensor.half_plan import LayerCut, layers_in_halves
 from ds_parallel.tensor.layer_rules import (
@@ -73,6 +74,9 @@ class TensorOptions:
     gather_logits: bool = True
     late_gradients: bool = False
     half_batches: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self, degree=">= 1", grain=">= 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_zero.layout.units import OUTSIDE
 
 __all__ = ["Dtypes", "LossScale", "Precision", "PrecisionRule", "ScaleState", "next_scale"]
@@ -41,6 +42,9 @@ class LossScale:
     hysteresis: int = 2
     consecutive: bool = False
     factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_options(self, static="> 0", initial="> 0", window=">= 1", minimum=">= 0", hysteresis=">= 0", factor="> 1")
 
     def start(self) -> ScaleState:
         """Return the loss scale state before the first step."""
@@ -102,6 +106,22 @@ class Dtypes:
         return Dtypes(self.param, self.param, self.param, self.param)
 
 
+def _check_formats(record: PrecisionRule | Precision) -> None:
+    check_options(record)
+    formats = {name: getattr(record, name) for name in ("param", "reduce", "accumulate", "master")}
+    wrong = [f"{name} is {dtype}" for name, dtype in formats.items() if dtype is not None and not _is_trainable(dtype)]
+    if wrong:
+        raise PlanError(
+            f"{type(record).__name__}: {', '.join(wrong)}, expected floating-point formats of 16 bits or more",
+            code="config-option",
+            fix="Use torch.float32, bfloat16, float16 or float64. Fewer bits between ranks: quantized_comm; in products: fp8 layers.",
+        )
+
+
+def _is_trainable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionRule:
     """Formats of the parameters whose qualified name matches a glob (`"*.norm?.*"`, `"head.weight"`).
@@ -117,6 +137,9 @@ class PrecisionRule:
     accumulate: torch.dtype | None = None
     master: torch.dtype | None = None
     state: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_formats(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +167,9 @@ class Precision:
     rules: tuple[PrecisionRule, ...] = ()
     state: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        _check_formats(self)
+
     @classmethod
     def of(cls, name: str | Precision | None) -> Precision:
         """Return the usual recipe named `"fp32"`, `"bf16"` or `"fp16"`; None keeps the model's dtypes."""
@@ -167,7 +193,7 @@ class Precision:
 
     def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
         """Return the dtypes of a parameter whose own dtype is `dtype`. What is no floating-point parameter, or stored in 8 bits, stays unchanged."""
-        if not dtype.is_floating_point or dtype.itemsize < 2:
+        if not _is_trainable(dtype):
             return Dtypes(dtype, dtype, dtype, dtype)
         number = self.rule_of(name)
         if number == -1:

@@ -7,8 +7,9 @@ rank, of which a bounded number of *buffers* is in host memory at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from ds_comm.codecs.compressed import ErrorFeedback, Quantized
 from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.reduction_group import param_sharding
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_ops.io import IOSettings
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
 from ds_zero.layout.elements import Kind, UnitLayout
@@ -69,6 +71,9 @@ class NodeTopology:
     hierarchical: bool = False
     secondary_partition: bool = False
 
+    def __post_init__(self) -> None:
+        check_options(self, size=">= 1")
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
@@ -88,7 +93,7 @@ class OffloadPolicy:
             (`update/overlap_plan.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
         accumulates: Of optimizer state: several backwards add up before a step, so that the plan has room for their sums on the host.
     Raises:
-        PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
+        PlanError: a number out of range ("config-option"); a file without a folder, or early updates of files ("offload-placement").
     """
 
     device: Literal["host", "file"] = "host"
@@ -104,17 +109,11 @@ class OffloadPolicy:
     accumulates: bool = False
 
     def __post_init__(self) -> None:
+        share = ">= 0, <= 1"
+        check_options(self, ratio=share, overlap_ratio=share, buffer_count=">= 2", max_in_cpu=">= 0")
         wrong = []
-        if self.device not in ("host", "file"):
-            wrong.append(f"device is 'host' or 'file', not {self.device!r}")
         if (self.device == "file") != (self.folder is not None):
             wrong.append(f"device = {self.device!r} with folder = {self.folder!r}")
-        if self.buffer_count < 2:
-            wrong.append(f"buffer_count = {self.buffer_count}, at least 2 are needed to overlap anything")
-        if not 0.0 <= self.ratio <= 1.0:
-            wrong.append(f"ratio = {self.ratio}, not between 0 and 1")
-        if not 0.0 <= self.overlap_ratio <= 1.0:
-            wrong.append(f"overlap_ratio = {self.overlap_ratio}, not between 0 and 1")
         if self.overlap_ratio and self.device == "file":
             wrong.append(
                 f"overlap_ratio = {self.overlap_ratio} with device = 'file': what an early update overwrites is kept in host memory"
@@ -242,6 +241,7 @@ class CommFormat:
         return None, None
 
 
+_log = logging.getLogger(__name__)
 PLAIN = CommFormat()
 
 
@@ -261,7 +261,7 @@ class UpdatePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """How a model is sharded.
+    """How a model is sharded. None stands for a default everywhere.
 
     Attributes:
         stage: ZeRO stage, 0 to 3, or a `ShardingStrategy`.
@@ -306,17 +306,28 @@ class ShardOptions:
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
     offload_optimizer: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy] = "device"
-    offload_params: str | OffloadPolicy = "device"
+    offload_params: Literal["device"] | OffloadPolicy = "device"
     quantized_comm: CommFormat = PLAIN
     updates: UpdatePolicy | None = None
     reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Merge `reduce_dtype` into `precision`.
+        """Check the values, and merge `reduce_dtype` into `precision`.
 
         Raises:
-            PlanError: gradients cannot travel in this format, or `precision` says another one ("precision-reduce").
+            PlanError: a value has no meaning ("config-option") or no effect ("offload-placement"); gradients cannot travel in this format, or
+                `precision` says another one ("precision-reduce").
         """
+        for option in fields(self):  # None is what a program has that asks for nothing
+            if getattr(self, option.name) is None and option.default is not None:
+                object.__setattr__(self, option.name, _default_of(option))
+        check_options(self, clip="> 0")
+        if self.offload_params != "device" and not self.residency.shard_params:
+            raise PlanError(
+                f"offload_params = {self.offload_params!r} with stage {self.stage}, whose parameters stay gathered",
+                code="offload-placement",
+                fix="Use stage 3, or leave offload_params out: offload_optimizer takes masters and optimizer state at every stage.",
+            )
         dtype = self.reduce_dtype
         if dtype is None:
             return
@@ -364,6 +375,10 @@ class ShardOptions:
                 fix="Use a stage from 0 to 3, or a ds_zero.ShardingStrategy.",
             )
         return STAGES[self.stage]
+
+
+def _default_of(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def _reduce_error(problem: str, fix: str) -> PlanError:
@@ -418,4 +433,10 @@ def describe(
         shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
         logical = param_sharding(param).name or ""
         params.append(ParamInfo(name, shape, dtype, owner, group, family, traits.layout, rule, traits.states, logical))
+    for number, asked in enumerate(precision.rules if precision is not None else ()):
+        if all(param.rule != number for param in params):
+            _log.warning(
+                "precision: the rule for %r has no effect: earlier rules match all its parameters, or it has none",
+                asked.names,
+            )
     return params, modules

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ds_config.option_checks import check_options
 from ds_zero.layout.elements import Kind
 
 __all__ = [
@@ -166,6 +167,9 @@ class UnitSizePolicy:
     persist_numel: int = 100_000
     persist_total: int | None = None
     leaves: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_options(self, max_numel=">= 0", persist_numel=">= 0", persist_total=">= 0")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ds_comm.codecs.compressed import ErrorFeedback, Quantized
 from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.work import Chained
 from ds_config.errors import PlanError, UnsupportedError
+from ds_config.option_checks import check_options
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
 from ds_zero.layout.dtypes_plan import Dtypes
@@ -60,6 +61,9 @@ class ErrorFeedbackOptions:
     decay: float = 0.8
     reset_after: int = 1024
 
+    def __post_init__(self) -> None:
+        check_options(self, decay=">= 0, < 1", reset_after=">= 0")
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedComm(CommFormat):
@@ -78,6 +82,9 @@ class QuantizedComm(CommFormat):
     gradients: QuantSpec | None = None
     correction: ErrorFeedbackOptions | None = None
     node: int = 1
+
+    def __post_init__(self) -> None:
+        check_options(self, node=">= 1")
 
     @property
     def codes_gathers(self) -> bool:

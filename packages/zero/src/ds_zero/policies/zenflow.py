@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_config.errors import PlanError
+from ds_config.option_checks import check_options
 from ds_ops.apply_update import update
 from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
@@ -59,6 +60,7 @@ class ZenFlowOptions:
     warm_up: int = 0
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not (
             0 < self.ratio <= 1
             and 0 <= self.auto_ratio <= 1

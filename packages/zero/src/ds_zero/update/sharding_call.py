@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_comm import Group
+from ds_config.did_you_mean import nearest
+from ds_config.errors import PlanError
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.model_members import set_outside
@@ -38,7 +41,7 @@ class _Options(TypedDict, total=False):
     sparse: bool
     memory: Literal["auto", "private", "shared"]
     offload_optimizer: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy]
-    offload_params: str | OffloadPolicy
+    offload_params: Literal["device"] | OffloadPolicy
     quantized_comm: CommFormat
 
 
@@ -59,10 +62,11 @@ def shard(
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:
         PlanError: the ranks hold different models ("zero-models-differ"), the optimizer was built for another model
-            ("zero-foreign-parameters"), or an option is not known.
+            ("zero-foreign-parameters"), or an option is not known or its value has no meaning ("config-option").
     Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
     that keeps one clones it; between a backward and the step `param.grad` is a `ShardedGradient`.
     """
+    _check_call(model, optimizer, options)
     chosen = ShardOptions(**options)
     if optimizer is None:
         set_outside(model, ())
@@ -70,3 +74,22 @@ def shard(
     made = ShardedOptimizer(model, optimizer, chosen)
     made.show_gradients()
     return made
+
+
+def _check_call(model: object, optimizer: object, options: Iterable[str]) -> None:
+    known = [option.name for option in fields(ShardOptions)]
+    wrong = [
+        f"no option {name} (the nearest is {nearest(name, known)[0]})" if nearest(name, known) else f"no option {name}"
+        for name in options
+        if name not in known
+    ]
+    if not isinstance(model, nn.Module):
+        wrong.append(f"a torch.nn.Module for the model, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer | None):
+        wrong.append(f"a torch.optim.Optimizer for its optimizer, not {type(optimizer).__name__}")
+    if wrong:
+        raise PlanError(
+            f"shard takes {', '.join(wrong)}",
+            code="config-option",
+            fix=f"Call shard(model, optimizer, ...); the options are {', '.join(known)}.",
+        )
