@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_compress import generalized_divergence
+from ds_compress import generalized_divergence, logit_loss
 from ds_config.errors import PlanError
 
 
@@ -55,3 +55,17 @@ def test_numbers_and_shapes_that_cannot_be(wrong):
     with pytest.raises(PlanError) as caught:
         generalized_divergence(logits, logits, mask, **wrong)
     assert caught.value.code == "compress-distill"
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperatures_that_say_nothing_are_refused(temperature):
+    logits = torch.randn(2, 3, 7)
+    with pytest.raises(PlanError, match="temperature"):
+        generalized_divergence(logits, logits, torch.ones(2, 3), temperature=temperature)
+    with pytest.raises(PlanError, match="temperature"):
+        logit_loss(logits, logits, temperature)
+
+
+def test_logits_of_other_shapes_are_not_broadcast():
+    with pytest.raises(PlanError, match=r"student are \[4, 7\], of the teacher \[1, 7\]"):
+        logit_loss(torch.randn(4, 7), torch.randn(1, 7))

@@ -249,3 +249,14 @@ def test_an_epoch_that_was_interrupted_ends_where_it_would_have(corpus: TokenFil
         with pytest.raises(ConfigError, match="epoch_end") as error:
             TokenLoader(*bad, shuffle=False, epoch_end="drop")  # type: ignore[arg-type]
         assert error.value.code == "data-epoch"
+
+
+def test_arguments_that_say_nothing_are_refused(corpus: TokenFile) -> None:
+    with pytest.raises(ConfigError, match=r"'truncate'.*\n.*refuse, cut, leave_out"):
+        WholeDocuments(corpus, 16, longer="truncate")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="0 sequences"):
+        MegatronSequences(corpus, 16, 0)
+    with pytest.raises(ConfigError, match="-1 threads"):
+        TokenLoader(WholeDocuments(corpus, 16, longer="cut"), RankSlice(0, 1, 2), threads=-1)
+    with pytest.raises(ConfigError, match="samples of -1 tokens"):
+        pack_by_seqlens([3, -1], 8)

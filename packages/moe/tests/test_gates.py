@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_moe import GateRule, NoiseStream, capacity_of, gate, top1gating, top2gating, topkgating
+from ds_moe import GateRule, NoiseStream, TopKGate, capacity_of, gate, top1gating, top2gating, topkgating
 
 SHAPES = [(16, 4), (33, 8), (64, 5), (7, 3), (4, 4)]
 
@@ -284,3 +284,23 @@ def test_what_cannot_be_is_said(wrong: object) -> None:
 def test_capacity_is_an_even_share_rounded_up(tokens, experts, factor, minimum, expected):
     places = capacity_of(tokens, experts, factor, minimum)
     assert places == expected
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"capacity_factor": float("nan")},
+        {"capacity_factor": float("inf")},
+        {"z_loss": float("nan")},
+        {"use_rts": "yes"},
+        {"k": True},
+    ],
+)
+def test_rules_that_say_nothing_are_refused(keys):
+    with pytest.raises(PlanError):
+        GateRule(**keys)
+
+
+def test_a_factor_for_evaluation_is_not_dropped():
+    with pytest.raises(PlanError, match="factor 0"):  # was taken for the one of training
+        TopKGate(8, 4, GateRule(), 0.0)

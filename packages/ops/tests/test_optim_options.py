@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_ops.foreach as foreach
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
-from ds_ops.optim import SGD, Adafactor, Adagrad, Adam, AdamW, FusedOps, Lion, OpsOptimizer
+from ds_ops.optim import SGD, Adafactor, Adagrad, Adam, AdamW, FusedOps, Lion, Muon, OpsOptimizer
 from ds_ops.optim.step_options import kernel_of, round_stochastically
 from ds_ops.reference import update as reference
 
@@ -292,3 +292,9 @@ def test_adafactor_takes_states_of_torch_and_the_fused_pass() -> None:
         assert torch.equal(copies[p], p.detach().bfloat16())
         assert not grads[p].any()
     assert not Adafactor.elementwise
+
+
+@pytest.mark.parametrize("keys", [{"adam_betas": (float("nan"), 0.9)}, {"adam_betas": (0.9, 1.0)}, {"ns_steps": 0}])
+def test_values_of_muon_that_say_nothing_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        Muon(params(), **keys)

@@ -180,7 +180,7 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
     "wrong", [{"overlap_ratio": 1.5}, {"overlap_ratio": -0.1}, {"device": "file", "folder": "x", "overlap_ratio": 0.5}]
 )
 def test_early_updates_that_cannot_be(wrong: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match="overlap_ratio (=|is) ") as caught:
+    with pytest.raises(PlanError, match=r"overlap_ratio (=|is) ") as caught:
         OffloadPolicy(**wrong)  # type: ignore[arg-type]
     assert caught.value.code == ("offload-placement" if "device" in wrong else "config-option")
 

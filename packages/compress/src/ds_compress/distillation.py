@@ -8,6 +8,7 @@ computes can be kept on disk.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,15 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask:
     Args:
         student, teacher: [..., classes].
         mask: [...], which rows count; all by default.
+    Raises:
+        PlanError: the shapes differ, or the temperature is not above 0 ("compress-distill").
     """
+    if student.shape != teacher.shape or not 0 < temperature < math.inf:
+        raise PlanError(
+            f"logits of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}, the temperature is {temperature}",
+            code="compress-distill",
+            fix="Give both the same classes and rows, and a temperature above 0.",
+        )
     student_log_probs = torch.log_softmax(student.float() / temperature, -1)
     wanted = torch.log_softmax(teacher.detach().float() / temperature, -1)
     rows = (wanted.exp() * (wanted - student_log_probs)).sum(-1) * temperature**2
@@ -94,7 +103,7 @@ class Distillation:
         wrong = [
             text
             for broken, text in (
-                (self.temperature <= 0, f"temperature = {self.temperature}"),
+                (not 0 < self.temperature < math.inf, f"temperature = {self.temperature}"),
                 (
                     bool(self.hidden) != bool(self.layers),
                     f"hidden = {self.hidden} with {len(self.layers)} pairs of layers",

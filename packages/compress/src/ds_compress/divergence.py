@@ -92,11 +92,11 @@ def _check(
         wrong = f"the mask's shape must match batch and tokens of the logits: {shapes}"
     elif not 0 <= beta <= 1:
         wrong = f"beta must be in [0, 1], it is {beta}"
-    elif temperature <= 0:
+    elif not 0 < temperature < math.inf:
         wrong = f"temperature must be positive, it is {temperature}"
     elif top_k is not None and not 0 < top_k <= student.shape[-1]:
         wrong = f"top_k must be in 1 to {student.shape[-1]}, the vocabulary, it is {top_k}"
-    elif clip is not None and clip < 0:
+    elif clip is not None and not clip >= 0:
         wrong = f"the clip must be non-negative, it is {clip}"
     if wrong is not None:
         raise PlanError(wrong, code="compress-distill", fix="See ds_compress.generalized_divergence.")

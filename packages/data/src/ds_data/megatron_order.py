@@ -43,11 +43,12 @@ class MegatronSequences(Sequence[dict[str, NDArray[np.int64]]]):
         chosen = range(len(file)) if items is None else items
         numbers = np.arange(len(file), dtype=np.int32)[chosen.start : chosen.stop]
         tokens = int(file.sizes[numbers].sum())
-        if chosen.step != 1 or len(numbers) != len(chosen) or length < 1 or tokens <= length:
+        too_few = samples is not None and not samples >= 1
+        if chosen.step != 1 or len(numbers) != len(chosen) or length < 1 or tokens <= length or too_few:
             raise ConfigError(
-                f"items {chosen} of {file.prefix}, which has {len(file)}: {tokens} tokens for sequences of {length}",
+                f"items {chosen} of {file.prefix}, which has {len(file)}: {tokens} tokens for {samples} sequences of {length}",
                 code="data-packing",
-                fix="Give a range of items with more tokens than one sequence.",
+                fix="Give a range of items with more tokens than one sequence, and at least 1 sample.",
             )
         epochs = 1 if samples is None else max(1, -(-(samples * length + 1) // tokens))
         count, before = (epochs * tokens - 1) // length, ((epochs - 1) * tokens - 1) // length

@@ -70,9 +70,9 @@ def pack_by_seqlens(
     Cost: linear in the number of samples, but for sorting.
     """
     lengths, (fewest, most) = np.asarray(seqlens, np.int64), sizes
-    if max_tokens < 1 or fewest < 1 or per_batch < 1 or (most is not None and most < fewest):
+    if max_tokens < 1 or fewest < 1 or per_batch < 1 or (most is not None and most < fewest) or (lengths < 0).any():
         raise ConfigError(
-            f"max_tokens {max_tokens}, batch sizes {fewest} to {most}, {per_batch} microbatches a batch say nothing",
+            f"max_tokens {max_tokens}, batch sizes {fewest} to {most}, {per_batch} microbatches a batch, samples of {lengths.min(initial=0)} tokens say nothing",
             code="data-max-tokens",
             fix="Give positive numbers, and min_batch_size <= max_batch_size.",
         )

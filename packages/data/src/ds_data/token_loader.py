@@ -79,6 +79,12 @@ class TokenLoader:
     ) -> None:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
+        if not (threads >= 0 and ahead >= 0):
+            raise ConfigError(
+                f"{threads} threads that read {ahead} microbatches ahead",
+                code="data-epoch",
+                fix="Use 0 or more of both.",
+            )
         endless = len(data) >= _ENDLESS
         if shuffle and endless:
             raise ConfigError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -132,6 +132,10 @@ class WholeDocuments(Sequence[dict[str, NDArray[Any]]]):
         longer: Longer = "refuse",
         pad: int = 0,
     ) -> None:
+        if longer not in get_args(Longer):
+            raise ConfigError(
+                f"longer is {longer!r}", code="data-packing", fix=f"Use one of {', '.join(get_args(Longer))}."
+            )
         self.file, self.length, self.longer, self.pad = file, length, longer, pad
         bounds, ends = file.index.bounds, np.append(file.index.starts, file.index.end)
         self._documents = range(len(bounds) - 1) if documents is None else documents

@@ -9,6 +9,7 @@ batch may be smaller than the minimal capacity.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -66,12 +67,12 @@ class GateRule:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.k < 1 or self.capacity_factor <= 0 or self.min_capacity < 0:
+        if self.k < 1 or not 0 < self.capacity_factor < math.inf or self.min_capacity < 0:
             raise bad_routing(
                 f"k {self.k}, capacity factor {self.capacity_factor}, minimal capacity {self.min_capacity}",
-                "Use k >= 1, a factor above 0 and a minimum of at least 0.",
+                "Use k >= 1, a finite factor above 0 and a minimum of at least 0.",
             )
-        if self.z_loss < 0 or self.bias_rate < 0:
+        if not (self.z_loss >= 0 and self.bias_rate >= 0):
             raise bad_routing(f"z_loss {self.z_loss}, bias_rate {self.bias_rate}", "Use 0 or more.")
         drawn = self.noise == "RSample" or (self.form == 2 and self.second_sampling)
         if self.bias_rate and (drawn or self.expert_choice):

@@ -52,7 +52,7 @@ class TopKGate(nn.Module):
         self.rule, self.name = rule, "moe.gate"
         self._eval_rule = replace(
             rule,
-            capacity_factor=eval_capacity_factor or rule.capacity_factor,
+            capacity_factor=rule.capacity_factor if eval_capacity_factor is None else eval_capacity_factor,
             drop_tokens=rule.drop_tokens and (eval_capacity_factor is not None or rule.expert_choice),
             use_rts=False,
             noise=None,

@@ -148,7 +148,16 @@ class Muon(OpsOptimizer):
     ) -> None:
         for name, value in {"lr": lr, "adam_lr": adam_lr, "adam_eps": adam_eps, "weight_decay": weight_decay}.items():
             require_rate(name, value)
-        require_rate("momentum", momentum, below=1.0)
+        for name, value in {
+            "momentum": momentum,
+            "adam_betas[0]": adam_betas[0],
+            "adam_betas[1]": adam_betas[1],
+        }.items():
+            require_rate(name, value, below=1.0)
+        if not ns_steps >= 1:
+            raise ConfigError(
+                f"ns_steps: expected 1 or more, found {ns_steps!r}.", code="optimizer-value", fix="Set it."
+            )
         if ns_method not in ("standard", "gram"):
             raise ConfigError(
                 f"ns_method: expected 'standard' or 'gram', found {ns_method!r}.", code="optimizer-value", fix="Set it."
