@@ -12,7 +12,7 @@ import torch
 import ds_ckpt
 from ds_ckpt.local import Disk
 from ds_ckpt.writer import SLAB_BYTES
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, PlanError
 
 
 class Gate(Disk):
@@ -266,3 +266,9 @@ def test_a_copy_that_never_began_ends_its_save(tmp_path, monkeypatch, error):
     engine.save(tmp_path / "b", ds_ckpt.full_shards(_state(2)), {})
     engine.close()
     assert ds_ckpt.list_tags(tmp_path) == ["b"]
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan")])
+def test_buffers_of_no_bytes_are_refused(size):
+    with pytest.raises(PlanError, match="buffer_bytes"):
+        ds_ckpt.AsyncCheckpointer(buffer_bytes=size)

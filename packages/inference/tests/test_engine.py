@@ -240,3 +240,12 @@ def test_a_callback_that_allows_nothing_is_told(tiny, prompts_of):
             load(tiny("llama"), cache_tokens=256).generate(
                 prompts_of([3]), SamplingParams(allowed_tokens=lambda _, mask=mask: mask)
             )
+
+
+@pytest.mark.parametrize("keys", [{"num_speculative_tokens": -1}, {"block_size": 0}])
+def test_numbers_that_say_nothing_are_refused(keys):
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    with pytest.raises(PlanError, match=str(next(iter(keys.values())))):
+        load(transformers.LlamaForCausalLM(config), **keys)

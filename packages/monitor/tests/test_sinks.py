@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ds_monitor as m
-from ds_config.errors import UnsupportedError
+from ds_config.errors import ConfigError, UnsupportedError
 from ds_monitor import RecordKind, metric_names
 from ds_monitor.sinks.progress import duration
 from ds_monitor.sinks.sink import ScalarSink
@@ -308,3 +308,10 @@ def test_sinks_by_name_and_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="`tensorbord`") as caught:
         m.make_sink("tensorbord")
     assert "`tensorboard`" in caught.value.fix
+
+
+@pytest.mark.parametrize("axis", ["STEP", "time", None])
+def test_an_axis_that_no_sink_has_is_refused(tmp_path, axis):
+    with pytest.raises(ConfigError, match="axis of CsvSink") as caught:  # was taken for steps
+        m.CsvSink(tmp_path, axis=axis)
+    assert caught.value.code == "monitor-sink-options"

@@ -29,7 +29,7 @@ from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.save_job import Gathered, PlanCache, SaveJob, SaveResult, prepare, publish
 from ds_ckpt.shard_tensors import Local, copier, lock_slabs
 from ds_ckpt.writer import FileStream, SlabPool
-from ds_config.errors import CheckpointError, UnsupportedError
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 
 __all__ = ["AsyncCheckpointer", "Checkpointer", "SaveHandle", "SyncCheckpointer"]
 
@@ -153,6 +153,12 @@ class AsyncCheckpointer:
                 "a writer process writes files as they are, and incremental or encoded ones were asked for",
                 code="ckpt-decoupled",
                 fix="Leave checkpoint.writer.decoupled false where checkpoint.saving has incremental or codecs.",
+            )
+        if buffer_bytes is not None and not buffer_bytes >= 1:
+            raise PlanError(
+                f"buffer_bytes is {buffer_bytes}",
+                code="config-option",
+                fix="Give bytes, or None for what one save needs.",
             )
         self._packing = None if recipe is None else BlockPacker(recipe)
         self._ranks = Coordinator.of(group)

@@ -56,6 +56,8 @@ def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: 
     Raises:
         PlanError: not one block fits, or `utilization` is no part of the memory ("inference-cache").
     """
+    if size < 1:
+        raise PlanError(f"blocks of {size} tokens", code="inference-cache", fix="Use 1 or more, such as 16.")
     if not 0.0 < utilization <= 1.0:
         raise PlanError(
             f"gpu_memory_utilization={utilization}",

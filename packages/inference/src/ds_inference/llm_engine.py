@@ -77,6 +77,12 @@ class LLMEngine:
         cache_dtype: torch.dtype | None = None,
         lookahead: bool | None = None,
     ) -> None:
+        if operator.index(num_speculative_tokens) < 0:
+            raise PlanError(
+                f"num_speculative_tokens={num_speculative_tokens!r}",
+                code="inference-budget",
+                fix="Give the number of tokens to guess; 0 guesses none.",
+            )
         self.decoder: Any = decoder
         self.lookahead = (decoder.device.type != "cpu" if lookahead is None else lookahead) and not decoder.stateful
         self.tokenizer, self.speculate = tokenizer, num_speculative_tokens

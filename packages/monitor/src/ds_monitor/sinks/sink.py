@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
-from ds_config.errors import UnsupportedError
+from ds_config.errors import ConfigError, UnsupportedError
 from ds_monitor.record import Measurement, RecordKind
 
 __all__ = ["Axis", "ScalarSink", "file_of_rank", "folder_of_rank", "position", "require"]
@@ -30,6 +30,12 @@ class ScalarSink:
     outlives_process = True  # what is put is kept as results of a job; a rehearsal has none
 
     def __init__(self, axis: Axis = "step") -> None:
+        if axis not in get_args(Axis):
+            raise ConfigError(
+                f"the axis of {type(self).__name__} is {axis!r}",
+                code="monitor-sink-options",
+                fix=f"Use one of {', '.join(get_args(Axis))}.",
+            )
         self.axis: Axis = axis
         self._totals: dict[str, float] = {}
         self._pending: dict[str, tuple[float, int, float]] = {}
