@@ -298,7 +298,7 @@ def test_capacity_is_an_even_share_rounded_up(tokens, experts, factor, minimum, 
 )
 def test_rules_that_say_nothing_are_refused(keys):
     with pytest.raises(PlanError):
-        GateRule(**keys)
+        TopKGate(8, 4, GateRule(**keys))
 
 
 def test_a_factor_for_evaluation_is_not_dropped():

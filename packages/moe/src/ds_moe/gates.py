@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
-from ds_config.option_checks import check_options
 from ds_moe.balancing_losses import load_balancing_loss, z_loss
 from ds_moe.expert_choice import choose_tokens
 from ds_moe.noise import NoiseStream, gumbel
@@ -66,7 +65,6 @@ class GateRule:
         return 3 if self.general else min(self.k, 3)
 
     def __post_init__(self) -> None:
-        check_options(self)
         if self.k < 1 or not 0 < self.capacity_factor < math.inf or self.min_capacity < 0:
             raise bad_routing(
                 f"k {self.k}, capacity factor {self.capacity_factor}, minimal capacity {self.min_capacity}",

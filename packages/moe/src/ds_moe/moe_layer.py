@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ds_comm import all_gather_single, differentiable
 from ds_config.errors import CommError, PlanError
+from ds_config.option_checks import check_options
 from ds_moe._torch import in_backward
 from ds_moe.dispatch import Compute, WithShared, through_experts
 from ds_moe.expert_groups import ExpertGroups, alone, make_places
@@ -47,6 +48,7 @@ class TopKGate(nn.Module):
     def __init__(
         self, model_dim: int, num_experts: int, rule: GateRule, eval_capacity_factor: float | None = None
     ) -> None:
+        check_options(rule)  # not where a rule is made: `top1gating` makes one in every call, compiled ones too
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.rule, self.name = rule, "moe.gate"

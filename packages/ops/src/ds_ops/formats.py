@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import KernelError
-from ds_config.option_checks import check_options
 
 __all__ = [
     "FP4_E2M1",
@@ -101,7 +100,6 @@ class QuantSpec:
     rounding: Rounding = Rounding.NEAREST
 
     def __post_init__(self) -> None:
-        check_options(self)
         bits = self.format.bits
         if self.group < 1 or self.group * bits % 8:
             step = 8 // math.gcd(8, bits)
