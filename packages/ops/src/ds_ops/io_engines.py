@@ -15,7 +15,6 @@ import torch
 import ds_ops._call as _call
 import ds_ops._native as _native_modules
 from ds_config.errors import ConfigError, KernelError
-from ds_config.option_checks import check_options
 from ds_ops.gds import Flight, GdsEngine, find_library
 
 __all__ = ["Backend", "Flight", "IOEngine", "IOSettings", "backends"]
@@ -54,7 +53,6 @@ class IOSettings:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self)
         wrong = []
         if self.block_bytes < 4096 or self.block_bytes % 4096:
             wrong.append(f"block_bytes must be a positive multiple of 4096, found {self.block_bytes}")
