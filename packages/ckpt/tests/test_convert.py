@@ -43,7 +43,7 @@ META = {
         "scalars": {"step": {"layer.weight": 7.0, "embed.weight": 7.0}},
         "loss_scale": None,
     },
-    "counters": {"steps": 7, "samples": 70, "micro_steps": 7, "skipped": 0},
+    "counters": {"steps": 7, "samples": 70, "micro_steps": 0, "skipped": 0},
     "client": {"note": "x"},
 }
 

@@ -88,7 +88,7 @@ def _state(shapes, *, frozen=(), buffers=(), step=3.0, groups=None, config=None,
             "loss_scale": scale,
             "names": [list(names) for names in groups],
         },
-        "counters": {"steps": 3, "samples": 24, "micro_steps": 3, "skipped": 1},
+        "counters": {"steps": 3, "samples": 24, "micro_steps": 0, "skipped": 1},
         "client": {"note": "x"},
         "config": config or {},
     }

@@ -561,7 +561,7 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
         "counters": {
             "steps": int(state.get("global_steps") or 0),
             "samples": int(state.get("global_samples") or 0),
-            "micro_steps": int(state.get("global_steps") or 0),
+            "micro_steps": 0,  # not in these files, and never a number within a step
             "skipped": int(state.get("skipped_steps") or 0),
         },
         "config": {
