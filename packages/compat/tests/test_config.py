@@ -35,6 +35,8 @@ def test_unknown_top_level_keys_are_left_out_with_one_warning_each(said):
 def test_a_null_that_upstream_takes_is_a_key_left_out():
     raw = {"train_batch_size": 4, "bf16": None, "aio": None, "dump_state": None, "prescale_gradients": None}
     assert accepted(raw) == {"train_batch_size": 4}
+    flags = {"partition_activations": None, "cpu_checkpointing": None, "profile": True}
+    assert accepted({"activation_checkpointing": flags}) == {"activation_checkpointing": {"profile": True}}
     assert accepted({"fp16": None}) == {"fp16": None}  # refused afterwards, as upstream does
 
 

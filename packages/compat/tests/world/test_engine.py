@@ -702,7 +702,7 @@ def test_an_optimizer_that_is_passed_stands_for_the_section():
 
     model = Net()
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
-    raw = settings(1, optimizer={"type": "OneBitAdam", "params": None})
+    raw = settings(1, optimizer={"type": "OneBitAdam", "params": {"lr": "auto", "betas": "auto", "unknown": -1}})
     raw["zero_optimization"]["overlap_comm"] = 1
     with mock.patch.object(init_args, "_log") as log:
         engine, *_ = deepspeed.initialize(model=model, optimizer=mine, config=raw)

@@ -12,7 +12,7 @@ import torch
 from ds_engine.config import Config
 from ds_zero import ShardedOptimizer
 
-__all__ = ["Follower", "InitArgs", "OptimizerLike", "SchedulerLike", "without_overridden"]
+__all__ = ["Follower", "InitArgs", "OptimizerLike", "SchedulerLike", "say_overridden", "without_overridden"]
 
 _log = getLogger(__name__)
 
@@ -58,8 +58,10 @@ def without_overridden(config: Config, optimizer: OptimizerLike, *, warns: bool)
     if optimizer is None or config.optimizer is None:
         return config
     if warns:
-        _log.warning(
-            "the section optimizer (%s) is not used: another optimizer was passed to initialize()",
-            config.optimizer.type,
-        )
+        say_overridden(config.optimizer.type)
     return config.model_copy(update={"optimizer": None})
+
+
+def say_overridden(kind: str) -> None:
+    """Warn that the configuration's optimizer, of type `kind`, is not used."""
+    _log.warning("the section optimizer (%s) is not used: another optimizer was passed to initialize()", kind)

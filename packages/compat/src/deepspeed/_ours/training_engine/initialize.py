@@ -41,7 +41,7 @@ from ds_data.token_dropping import is_converted
 from ds_engine import Plan, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, check_model, shapes_of, slices_of
 from ds_engine.config import Config
-from ds_engine.init_args import without_overridden
+from ds_engine.init_args import say_overridden
 from ds_engine.loader import ResumableLoader
 from ds_engine.mixed_precision import precision_of
 from ds_engine.parallel_degrees import degrees_of, with_degrees
@@ -80,7 +80,9 @@ def initialize(
     if level is not None:
         set_log_level_from_string(level)
     request: _TpInitRequest | None = vars(model).get(_ASKED)
-    resolved = _with_asked(load_config(accepted(raw)), request, mpu)
+    # What is passed stands for the section, which may hold anything then ("auto" of Transformers' configurations).
+    heeded = raw if optimizer is None else {key: value for key, value in raw.items() if key != "optimizer"}
+    resolved = _with_asked(load_config(accepted(heeded)), request, mpu)
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     shared = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
@@ -93,7 +95,9 @@ def initialize(
     _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
-    resolved = without_overridden(resolved, optimizer, warns=world_group().rank == 0)
+    overridden = section_of(raw, "optimizer").get("type")
+    if optimizer is not None and overridden is not None and world_group().rank == 0:
+        say_overridden(overridden)
     tell_steps()
     end_sharding(model)
     if resolved.zero_optimization.stage == 3:
