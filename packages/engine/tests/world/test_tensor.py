@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,3 +212,24 @@ def test_a_loss_that_nobody_can_replace_is_said_before_anything_changed() -> Non
     more = {"autotp_size": 2, "vocab_parallel_ce_backend": "liger"}
     with pytest.raises(UnsupportedError, match="liger"):
         ds_engine.initialize(model=Decoder(), config=configuration(0, 2, tensor_parallel=more))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(2)
+def test_an_optimizer_of_whole_tensors_that_gets_parts_is_told(stage: int) -> None:
+    """LAMB took the norm of each tensor rank's part, which is not what one process computes, with no word."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ds_zero.update.wrapped_optimizer")
+    log.addHandler(handler)
+    try:
+        for kind, tensor in (("AdamW", 2), ("Lamb", 1), ("Lamb", 2)):
+            optimizer = {"type": kind, "params": {"lr": 0.01}}
+            config = configuration(stage, tensor, optimizer=optimizer)
+            ds_engine.initialize(model=Decoder(), config=config)[0].close()
+            assert len(said) == (kind == "Lamb" and tensor == 2)
+    finally:
+        log.removeHandler(handler)
+    assert said[0].startswith("Lamb steps whole parameters, and ")
+    assert "layers.0." in said[0]

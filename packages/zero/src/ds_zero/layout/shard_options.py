@@ -332,7 +332,7 @@ class ShardOptions:
         if dtype is None:
             return
         precision = Precision.of(self.precision)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        if not dtype.is_floating_point or dtype.itemsize < 2:
             raise _reduce_error(
                 f"reduce_dtype is {dtype!r}", "Use torch.float32, torch.bfloat16, torch.float16, or torch.float64."
             )

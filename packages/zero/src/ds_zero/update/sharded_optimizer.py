@@ -55,6 +55,7 @@ from ds_zero.update.wrapped_optimizer import (
     check_inner,
     check_members,
     owns_reduction,
+    tell_parts,
     traits_of,
 )
 
@@ -119,6 +120,10 @@ class ShardedOptimizer(Optimizer):
         self.updater = Updater(inner)
         before = state_before(inner)
         self._cut(model, options, self._habits)
+        if options.layout is None:
+            logical = self.sharding.logical
+            members = [(self._groups[id(p)], logical[names[id(p)]]) for p in params if p.requires_grad]
+            tell_parts(inner, self._habits, members)
         if self.sharding.precision.scale:
             self._scale = self.sharding.precision.scale.start()
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.

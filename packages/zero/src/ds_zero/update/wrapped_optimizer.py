@@ -7,8 +7,9 @@ one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import OpsOptimizer
 from ds_zero._torch import plain_step
@@ -39,10 +41,12 @@ __all__ = [
     "owns_reduction",
     "settings_of",
     "state_format",
+    "tell_parts",
     "traits_of",
 ]
 
 
+_log = logging.getLogger(__name__)
 WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
 
@@ -87,6 +91,30 @@ def _answer(
                 raise
             answers[key] = OptimizerTraits(asked)
     return answers[key]
+
+
+def tell_parts(
+    optimizer: Optimizer, habits: Mapping[int, OptimizerTraits], logical: Sequence[tuple[int, Logical]]
+) -> None:
+    """Warn where an optimizer that needs whole parameters gets parts that tensor parallelism has cut.
+
+    Args:
+        logical: Of each parameter, its optimizer group and which part of which tensor it is. A stack of matrices may be cut between them.
+    """
+    parts = [
+        part.name
+        for group, part in logical
+        if habits[group].layout == "whole"
+        and part.box.shape[len(part.shape) > 2 :] != part.shape[len(part.shape) > 2 :]
+    ]
+    if parts:
+        _log.warning(
+            "%s steps whole parameters, and %d are parts of tensors whose other parts are on other ranks (%s): each part is stepped by its own "
+            "norm, which is not what one process computes. AdamW and Lion step elements",
+            type(optimizer).__name__,
+            len(parts),
+            ", ".join(parts[:3]),
+        )
 
 
 def owns_reduction(optimizer: Optimizer) -> bool:
