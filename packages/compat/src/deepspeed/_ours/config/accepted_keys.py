@@ -40,9 +40,7 @@ def accepted(raw: Raw) -> dict[str, Any]:
     for section in [name for name in document if name in _LAX]:
         if isinstance(document[section], Mapping):
             document[section] = _known_of(document[section], section)
-            if (
-                section == "activation_checkpointing"
-            ):  # upstream's flags of it, all of them false unless given, take null
+            if section == "activation_checkpointing":  # upstream's flags of it take null
                 document[section] = {key: value for key, value in document[section].items() if value is not None}
     for section in ("optimizer", "scheduler"):
         if not isinstance(document.get(section), Mapping):
