@@ -1061,3 +1061,21 @@ def test_state_at_stage_3_can_be_read_as_upstream_cuts_it():
     torch.testing.assert_close(bias, nn.functional.pad(whole[1], (0, 1)).chunk(2)[rank])
     assert state["step"] == 1
     engine.destroy()
+
+
+@world(2)
+def test_muon_says_where_steps_are_not_deepspeeds():
+    import importlib
+
+    import deepspeed
+
+    home = importlib.import_module("deepspeed._ours.training_engine.initialize")  # not the function of that name
+    for stage, clip, tells in ((1, 1.0, True), (0, 1.0, False), (1, 0.0, False)):
+        raw = settings(stage, optimizer={"type": "Muon", "params": {"lr": 0.01}}, gradient_clipping=clip)
+        with mock.patch.object(home, "logger") as log:
+            engine, *_ = deepspeed.initialize(model=Net(), config=raw)
+        said = [call.args[0] for call in log.warning.call_args_list]
+        assert any(text.startswith("Muon with gradient_clipping") for text in said) == (
+            tells and engine.global_rank == 0
+        )
+        engine.destroy()

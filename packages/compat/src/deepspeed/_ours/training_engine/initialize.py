@@ -119,6 +119,7 @@ def initialize(
             counted,
             plan.batch,
         )
+    _say_muon_is_not_clipped(plan)
     chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
     data = training_data if chosen else None
     parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer, True)
@@ -270,6 +271,17 @@ def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer:
     if isinstance(optimizer, torch.optim.Optimizer) and home not in ("torch", "ds_ops", "deepspeed"):
         raise refused(
             "untested-optimizer", config.zero_optimization.stage, type(optimizer).__name__, type(optimizer).__module__
+        )
+
+
+def _say_muon_is_not_clipped(plan: Plan) -> None:
+    kind = "" if plan.config.optimizer is None else plan.config.optimizer.type
+    if kind.lower() == "muon" and plan.clip is not None and plan.residency.shard_optim and world_group().rank == 0:
+        logger.warning(
+            "Muon with gradient_clipping %g: DeepSpeed clips the orthogonalized updates at stages 1 to 3, which makes steps of matrices smaller by a "
+            "factor that grows with the model; here gradients are clipped, as at stage 0, which changes no direction. Lower muon_lr where it was "
+            "tuned with DeepSpeed (the page of differences says by how much)",
+            plan.clip,
         )
 
 
