@@ -84,7 +84,7 @@ class SampleStream:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        check_options(self, length=">= 1", multiple=">= 1")
+        check_options(self, length=">= 0", multiple=">= 1")
 
     @property
     def epoch_length(self) -> int:

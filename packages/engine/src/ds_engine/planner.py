@@ -135,7 +135,7 @@ def _places(config: Config, *, accumulates: bool) -> tuple[str | OffloadPolicy, 
     if isinstance(tier, OffloadPolicy):
         tier = replace(tier, accumulates=accumulates)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
-    compiled = config.compile
+    compiled = config.compile if zero.stage == 3 else None  # at other stages it is refused below, by its own name
     if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:
         param_tier = OffloadPolicy("host")
     return tier, param_tier
