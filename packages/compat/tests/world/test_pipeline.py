@@ -1,6 +1,9 @@
 """A client of upstream's pipeline runs as it is written for upstream."""
 
+import contextlib
+import io
 import itertools
+import re
 
 import deepspeed
 import pytest
@@ -138,6 +141,23 @@ def check_evaluations(engine, data, loss):
     assert engine.module.training
     again = list(itertools.islice(batches(), 2))[1][0]
     assert torch.equal(next(data)[0], again)  # 8 of 8 batches that come again were drawn between
+
+
+@world(2)
+def test_upstreams_line_of_a_step_is_printed():
+    """Programs look for it in logs, for their losses and speeds."""
+    net = PipelineModule(layers(), num_stages=2, loss_fn=nn.MSELoss())
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config={**CONFIG, "steps_per_print": 2}
+    )
+    data, out = batches(), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        losses = [float(engine.train_batch(data)) for _ in range(5)]
+    lines = re.findall(
+        r"^steps: (\d+) loss: ([\d.]+) iter time \(s\): [\d.]+ samples/sec: [\d.]+$", out.getvalue(), re.MULTILINE
+    )
+    assert lines == ([("2", f"{losses[1]:0.4f}"), ("4", f"{losses[3]:0.4f}")] if engine.global_rank == 0 else [])
+    engine.destroy()
 
 
 @world(2, backend=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._spent_s = 0.0
         model: Any = self.module
         asked = section_of(self._config._param_dict, "pipeline").get("use_reentrant", True)
         if not asked and getattr(model, "activation_checkpoint_func", None) is checkpoint:
@@ -76,11 +78,26 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
             self._feed.draw_from(data_iter)
         if not self.module.training:
             self.module.train()
+        begun = time.perf_counter()
         result = StagedEngine.train_batch(self, data_iter)
         if result.mean is None:
             raise RuntimeError("a step of a pipeline ended without a loss")
         self.agg_train_loss = result.mean
+        self._spent_s += time.perf_counter() - begun
+        self._print_step()
         return result.mean
+
+    def _print_step(self) -> None:
+        """Print upstream's line of a pipeline every `steps_per_print` steps, which programs look for in logs."""
+        every = self.plan.telling.every
+        if every is None or self.global_steps % every:
+            return
+        each, self._spent_s = self._spent_s / every, 0.0
+        if self.global_rank == 0:
+            rate = self.plan.batch.train / each
+            print(
+                f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f} iter time (s): {each:0.3f} samples/sec: {rate:0.3f}"
+            )
 
     @raising(StopIteration, "pipe-data")
     def eval_batch(
