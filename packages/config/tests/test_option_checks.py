@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 
 from ds_config.errors import PlanError
 from ds_config.option_checks import check_options
-
-if TYPE_CHECKING:
-    from decimal import Decimal as Unknown
 
 
 class Speaks(Protocol):
@@ -31,7 +28,6 @@ class Options:
     table: Mapping[str, int] = field(default_factory=dict)
     call: Callable[[], None] | None = None
     voice: Speaks | None = None
-    unknown: Unknown | None = None
     anything: Any = None
 
     def __post_init__(self) -> None:
@@ -68,4 +64,4 @@ def test_what_has_no_meaning_is_refused(keys: dict[str, Any], words: str) -> Non
 
 
 def test_what_has_one_is_taken() -> None:
-    Options(clip=math.inf, count=1, ratio=0, names=["a"], table={"a": 1}, call=lambda: None, voice=object(), unknown=3)  # type: ignore[arg-type]
+    Options(clip=math.inf, count=1, ratio=0, names=["a"], table={"a": 1}, call=lambda: None, voice=object())  # type: ignore[arg-type]

@@ -254,7 +254,7 @@ def test_an_epoch_that_was_interrupted_ends_where_it_would_have(corpus: TokenFil
 def test_arguments_that_say_nothing_are_refused(corpus: TokenFile) -> None:
     with pytest.raises(ConfigError, match=r"'truncate'.*\n.*refuse, cut, leave_out"):
         WholeDocuments(corpus, 16, longer="truncate")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="0 sequences"):
+    with pytest.raises(ConfigError, match="0 of sequences"):
         MegatronSequences(corpus, 16, 0)
     with pytest.raises(ConfigError, match="-1 threads"):
         TokenLoader(WholeDocuments(corpus, 16, longer="cut"), RankSlice(0, 1, 2), threads=-1)

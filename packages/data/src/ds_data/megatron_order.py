@@ -46,7 +46,8 @@ class MegatronSequences(Sequence[dict[str, NDArray[np.int64]]]):
         too_few = samples is not None and not samples >= 1
         if chosen.step != 1 or len(numbers) != len(chosen) or length < 1 or tokens <= length or too_few:
             raise ConfigError(
-                f"items {chosen} of {file.prefix}, which has {len(file)}: {tokens} tokens for {samples} sequences of {length}",
+                f"items {chosen} of {file.prefix}, which has {len(file)}: {tokens} tokens for "
+                f"{'an epoch' if samples is None else samples} of sequences of {length}",
                 code="data-packing",
                 fix="Give a range of items with more tokens than one sequence, and at least 1 sample.",
             )

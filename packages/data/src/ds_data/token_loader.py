@@ -60,7 +60,7 @@ class TokenLoader:
         consumed: Samples returned so far, over all ranks. Set it to go anywhere, at no cost; an iteration that has begun follows.
         waited_s: Seconds that the caller has waited for data.
     Raises:
-        ConfigError: there are no sequences ("data-empty"); data without an end shall be shuffled ("data-mixture"); an epoch shall end and the data have none, or it is shorter than a row
+        ConfigError: a number below 0 ("config-option"); there are no sequences ("data-empty"); data without an end shall be shuffled ("data-mixture"); an epoch shall end and the data have none, or it is shorter than a row
             ("data-epoch").
     """
 
@@ -82,7 +82,7 @@ class TokenLoader:
         if not (threads >= 0 and ahead >= 0):
             raise ConfigError(
                 f"{threads} threads that read {ahead} microbatches ahead",
-                code="data-epoch",
+                code="config-option",
                 fix="Use 0 or more of both.",
             )
         endless = len(data) >= _ENDLESS
