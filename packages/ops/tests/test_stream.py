@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import KernelError
 from ds_ops import convert, fill, grad_norm, sum_squares
-from ds_ops.stream import _narrow_sum_squares, copy_ranges, norms_of, total_squares
+from ds_ops.stream import _narrow_sum_squares, copy_ranges, norms_of, norms_of_ranges, total_squares
 
 pytestmark = pytest.mark.usefixtures("native")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,6 +50,25 @@ def test_norms_of_tensors_in_one_pass(numels: list[int], dtype: torch.dtype, off
     for (square, peak), x in zip(norms_of(tensors).tolist(), tensors, strict=True):
         assert square == sum_squares(x)
         assert peak == max(x.double().abs().tolist(), default=0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(lengths, min_size=1, max_size=3), st.sampled_from([*DTYPES, torch.float64, torch.complex64]))
+def test_norms_of_ranges_are_those_of_their_views(data: st.DataObject, numels: list[int], dtype: torch.dtype) -> None:
+    sources = []
+    for n in numels:
+        cuts = sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=5)))
+        sources.append((torch.randn(n, dtype=dtype), list(itertools.pairwise(cuts))))
+    views = [x[start:stop] for x, ranges in sources for start, stop in ranges]
+    assert torch.equal(norms_of_ranges(sources), norms_of(views))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 5)], [(-1, 2)], [(3, 2)]])
+def test_norms_of_ranges_reach_no_further_than_their_tensor(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(KernelError, match="norms_of_ranges: elements"):
+        norms_of_ranges([(torch.ones(4), ranges)])
+    with pytest.raises(KernelError, match="no tensors"):
+        norms_of_ranges([(torch.ones(4), [])])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -181,14 +181,18 @@ class CollectiveCall:
             recorder.waiting(slot)  # in `launch` already, where the backend has it so
         span = self._span(tensor, nbytes, (order.key, mark))
         span.__enter__()
+        # `differentiable` is what autograd sees; here a tensor with a history is its values. `torch.no_grad` takes 3 us.
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            with torch.no_grad():  # `differentiable` is what autograd sees; here a tensor with a history is its values
-                started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
+            started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
         except RuntimeError as error:
             recorder.ended(slot)
             span.__exit__(None, None, None)
             failure = failed(self, recorder.explain(slot), error)
             raise failure from (None if isinstance(error, CommError) else error)
+        finally:
+            torch._C._set_grad_enabled(records)
         work = PendingWork(
             started if back is None else _then(started, back), self, (recorder, slot, order.key), span, host_waits
         )

@@ -173,7 +173,9 @@ class Channel:
         nothing (not the root), pass an empty tensor. Tensors are contiguous, on the CPU, of one dtype.
         """
         words = self._words(verb, inp, out, op, root)
-        self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
+        outcome = self._end.run(*words, self.settings.spin_us, self._timeout_ms)
+        if outcome[0]:
+            self.check(verb.name.lower(), outcome)
 
     def pull(
         self, out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, *, first: int = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 import ds_ops._call as _call
 import ds_ops.cuda_stream as cuda_stream
 from ds_config.errors import KernelError
-from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
+from ds_ops.registry import Backend, Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.threads import kernel_threads
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "fill",
     "grad_norm",
     "norms_of",
+    "norms_of_ranges",
     "sum_squares",
     "total_squares",
 ]
@@ -78,8 +79,34 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
                 fix="Measure them in calls of their own.",
             )
     real = [torch.view_as_real(x.detach()) if x.is_complex() else x for x in tensors]
-    result: Tensor = choose(_NORMS, real[0].device.type, real[0].dtype).backend.run(real)
+    result: Tensor = _chosen(real[0]).run(real)
     return result
+
+
+def _chosen(like: Tensor) -> Backend:
+    return choose(_NORMS, like.device.type, like.dtype).backend
+
+
+def norms_of_ranges(sources: Sequence[tuple[Tensor, Sequence[tuple[int, int]]]]) -> Tensor:
+    """Measure elements [start, stop) of flat tensors: what `norms_of` returns of those parts, without a view of each.
+
+    Args:
+        sources: Tensors as `norms_of` takes, 1-D, each with its ranges; at least one range in all.
+    Cost: that of `norms_of`; on a CPU a tenth of a microsecond a range besides, where a view costs two.
+    """
+    like = sources[0][0] if sources else None
+    plain = like is not None and all(x.dtype is like.dtype and x.device == like.device for x, _ in sources)
+    if like is None or not plain or like.is_complex() or _chosen(like).run is not _cpu_norms:
+        return norms_of([x[start:stop] for x, ranges in sources for start, stop in ranges])
+    size, at, numels = like.element_size(), list[int](), list[int]()
+    for x, ranges in sources:
+        first, length = _call.address(_call.require("x", x, dtypes=(like.dtype,))), x.numel()
+        for start, stop in ranges:
+            if not 0 <= start <= stop <= length:
+                raise _call.refuse(f"norms_of_ranges: elements {start} to {stop} of {length}.", "Pass ranges inside.")
+            at.append(first + start * size)
+            numels.append(stop - start)
+    return _measure(at, like.dtype, numels) if at else norms_of([])
 
 
 def clip_scale(squares: Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
@@ -163,13 +190,16 @@ def _cpu_sum_squares(x: Tensor) -> Tensor:
 
 
 def _cpu_norms(tensors: Sequence[Tensor]) -> Tensor:
-    native, dtype = _call.native(), tensors[0].dtype
+    dtype = tensors[0].dtype
     for x in tensors:
         _call.require("x", x, dtypes=(dtype,))
-    numels = [x.numel() for x in tensors]
+    return _measure([_call.address(x) for x in tensors], dtype, [x.numel() for x in tensors])
+
+
+def _measure(at: Sequence[int], dtype: torch.dtype, numels: Sequence[int]) -> Tensor:
+    """Measure what lies at checked addresses, whose tensors the caller keeps alive."""
     norms, partials = norms_and_partials(numels)
-    at = [_call.address(x) for x in tensors]
-    status = native.measure_ranges(
+    status = _call.native().measure_ranges(
         at, _call.DTYPES[dtype], numels, _call.address(norms), _call.address(partials), kernel_threads()
     )
     _call.finish("norms_of", status)
@@ -229,12 +259,17 @@ def _check_ranges(
     out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]
 ) -> tuple[list[int], list[int], list[int]]:
     """Check the ranges and return the target address, source address and bytes of each."""
-    numel, size = out.numel(), out.element_size()
+    numel, size, dtype, device = out.numel(), out.element_size(), out.dtype, out.device
     begin = _call.reach("out", out, 0, numel, out)
     end = begin + numel * size
     to, of, nbytes = [], [], []
     for number, (at, x, start, n) in enumerate(ranges):
-        address, length = _call.reach("ranges", x, start, n, out), n * size
+        length = n * size
+        # What `reach` does, of which there are dozens of calls.
+        plain = x.dtype is dtype and x.is_contiguous() and 0 <= start <= x.numel() - n and x.device == device
+        address = x.data_ptr() + start * size if plain else 0
+        if address <= start * size:
+            address = _call.reach("ranges", x, start, n, out)
         if (not 0 <= at <= numel - n or begin - length < address < end) and length:
             _call.reach(f"ranges[{number}] of out", out, at, n, out)
             _call.require_disjoint(out=out, **{f"ranges[{number}]": x})

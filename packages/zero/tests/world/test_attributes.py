@@ -303,6 +303,28 @@ def test_an_optimizer_that_was_not_told_to_shows_none(stage):
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@world(2)
+def test_a_gradient_that_autograd_adds_to_is_taken_off_though_no_hook_says_so(stage):
+    """As where the hooks on gradients are not called: all were dropped by way of the groups, or none."""
+    for drops in (True, False):
+        model, optimizer = sharded(stage)
+        plain = Net()
+        for handle in optimizer.sharding.runtime.reducing.attributes._first.values():
+            handle.remove()
+        for seed in (0, 1):
+            if seed and drops:
+                plain.zero_grad()
+                for group in optimizer.param_groups:
+                    for part in group["params"]:
+                        part.grad = None
+            backward(model, seed=seed)
+            backward(plain, seed=seed)
+        for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.norm(), expected.grad.norm(), rtol=1e-5, atol=1e-7)
+        optimizer.close()
+
+
 @STAGES
 @world(2)
 def test_norms_are_alike_however_many_ranks_measure_them(stage, monkeypatch):
@@ -317,6 +339,29 @@ def test_norms_are_alike_however_many_ranks_measure_them(stage, monkeypatch):
         del every
         optimizer.close()
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
+
+
+@STAGES
+@world(2)
+def test_norms_follow_the_loss_scale_and_the_layers_of_each_backward(stage):
+    """The places and factors of a measurement are kept for the next one, which may have others."""
+    scale = ds_zero.LossScale(initial=4.0, window=1)
+    model, optimizer = sharded(stage, precision=ds_zero.Precision(scale=scale, param=torch.float32))
+    plain = Net()
+    for step, order in enumerate(["abc", "abc", "ab", "bc", "abc"]):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.scale(model(x, order).square().mean()).backward()
+        plain(x, order).square().mean().backward()
+        for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (param.grad is None)
+            if param.grad is not None:
+                torch.testing.assert_close(param.grad.norm(), expected.grad.norm(), rtol=1e-5, atol=1e-7)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert optimizer._scale.scale > 4.0
+    optimizer.close()
 
 
 @STAGES

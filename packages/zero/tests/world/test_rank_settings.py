@@ -80,6 +80,24 @@ def test_a_rate_that_one_rank_changes_is_refused_by_the_next_step(stage):
 
 
 @world(2)
+def test_a_rate_that_is_a_tensor_is_read_in_every_step():
+    """The tensor is the same one, and equal to itself, when its value is another."""
+    net = nn.Linear(4, 4)
+    made = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
+    optimizer = ds_zero.shard(net, made, stage=1)
+    for step in range(3):
+        net(torch.ones(2, 4)).sum().backward()
+        if step == 2:
+            optimizer.param_groups[0]["lr"].fill_(0.1 + dist.get_rank())
+            with pytest.raises(PlanError, match=r"lr of group 0: 0\.1\d* on rank 0 and 1\.1\d* on rank 1"):
+                optimizer.step()
+            optimizer.param_groups[0]["lr"].fill_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+@world(2)
 def test_another_divisor_is_refused():
     net = nn.Linear(4, 4)
     optimizer = ds_zero.shard(net, make(net), stage=1)

@@ -402,6 +402,9 @@ class _Kernels(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            # A subclass says itself what the operator does, and may have no memory to run it on.
+            return NotImplemented
         with self.device.lock, _outside():
             return self.device.launch(func, args, kwargs or {})
 

@@ -182,7 +182,24 @@ class ShmProcessGroup(PythonProcessGroup):
         while (work := self._settling.get()) is not None:
             work.settle()
 
-    # ---- collectives
+    # ---- collectives of `ds_comm`, whose tensors are contiguous, and which wait
+
+    @staticmethod
+    def reduces(tensor: Tensor, op: Any) -> bool:
+        """Whether `all_reduce_now` takes this."""
+        return op in _OPS and not tensor.is_complex()
+
+    def all_reduce_now(self, tensor: Tensor, op: Any) -> None:
+        """Reduce `tensor` in place, and return when that is done."""
+        with self.calls.begin("all_reduce", tensor):
+            self._channel.call(ShmCollective.ALL_REDUCE, tensor, tensor, op=_OPS[op])
+
+    def all_gather_now(self, out: Tensor, inp: Tensor) -> None:
+        """Gather `inp` of every rank in `out`, and return when that is done."""
+        with self.calls.begin("all_gather", inp):
+            self._channel.call(ShmCollective.ALL_GATHER, inp, out)
+
+    # ---- torch's collectives
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()

@@ -71,6 +71,7 @@ class ShmUnitMemory:
         slot_bytes: Of a slot.
     Attributes:
         nbytes: Bytes of the segment; memory is taken page by page when first written.
+        pending: Finishes the reduction that is under way on this rank; None: none is.
     """
 
     def __init__(self, group: Group, fulls: Mapping[int, tuple[int, torch.dtype]], slot_bytes: int) -> None:
@@ -94,7 +95,7 @@ class ShmUnitMemory:
         self._slots = [segment.tensor(slot_bytes, torch.uint8, at) for at in slots]
         self._rows: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
         self._ranges = {number: (at, n * d.itemsize) for number, n, d, at in spans}
-        self._pending: Callable[[], None] | None = None
+        self.pending: Callable[[], None] | None = None
         self._number = 0
         self._marks: dict[int, int] = {}
         self.barrier("begin")
@@ -128,7 +129,7 @@ class ShmUnitMemory:
             finish: Finishes this reduction on this rank; called before the next slot is opened, if not called earlier.
         """
         self.finish_pending()
-        self._pending = finish
+        self.pending = finish
         self._number += 1
         rows = self._rows_of(self._number % 2, numel, dtype)
         return ReductionBuffers(self._number, rows[self.rank], rows)
@@ -144,13 +145,13 @@ class ShmUnitMemory:
 
     def finish_pending(self) -> None:
         """Finish the reduction that is under way, if one is."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None:
             pending()
 
     def finish_ready(self) -> None:
         """Finish the reduction that is under way, if every rank has posted its part: memory comes back early. 1 us."""
-        if self._pending is None:
+        if self.pending is None:
             return
         mark = self._marks.get(self._number)
         if mark is not None and self._posted.reached(mark):
@@ -205,8 +206,11 @@ class _Overlay:
 
     def written(self) -> list[int]:
         """Pages that are ours and not the file's."""
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            os.preadv(file.fileno(), [self._words], self._first * 8)
+        file = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.preadv(file, [self._words], self._first * 8)
+        finally:
+            os.close(file)
         tops = self._words[_TOP::8]
         if not tops.translate(None, _NOT_OURS):
             return []

@@ -14,7 +14,7 @@ the hooks on the accumulated gradient find the copy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -182,6 +182,8 @@ class GradAttributes:
         measured: The norms that the ranks know; None where nothing is measured.
         present: Of each unit the members that have a gradient on some rank.
         replaced: Of each unit the members whose gradient was dropped or set since the ranks last agreed.
+        shows: Whether some gradients are shown when a backward ends.
+        keeps: Whether gradients stay after a step, until `zero_grad`.
         before: A weak reference to what is called before the first gradient of a backward is added.
     """
 
@@ -197,15 +199,18 @@ class GradAttributes:
         self._of_parts = not any(unit.plan.early for unit in units)
         self._backward, self._forget = backward, weakref.WeakMethod(forget)
         self._versions: dict[Tensor, tuple[Unit, int]] = {}  # of plain gradients, when they were shown
-        # By id of the parameter or part, which stays meanwhile.
+        # By id of the parameter or part, which stays meanwhile. Nothing else refers to a gradient but by these very tuples.
         self._shards: dict[int, tuple[Tensor, ShardedGradient]] = {}
+        self._shards_of_parts: dict[int, tuple[Tensor, ShardedGradient]] = {}
+        self._rows: dict[int, list[tuple[Tensor, ShardedGradient]]] = {}  # of units all of whose members have one
         self._pieces: dict[tuple[int, int], tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]] = {}
-        self._on: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])  # of parameters, of parts
-        self._task: int | None = None  # the graph task that has begun to add gradients since they were shown
+        self._on: tuple[list[_Row], list[_Row]] = ([], [])  # of parameters, of parts
+        self._task = [-1]  # the graph task that has begun to add gradients since they were shown
         self._added = _accumulates(weakref.ref(self))
         self._places: dict[Tensor, tuple[Unit, int]] = {}
         self._first: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._access: GradientAccess | None = None
+        self.shows = self.keeps = False
         self.before: Callable[[], Callable[[], None] | None] = lambda: None
 
     @property
@@ -228,19 +233,10 @@ class GradAttributes:
         """Whether somebody has said how gradients are shown."""
         return self._access is not None
 
-    @property
-    def shows(self) -> bool:
-        """Whether some gradients are shown when a backward ends."""
-        return self._access is not None and (self._access.agreement is not None or self._access.whole)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients stay after a step, until `zero_grad`."""
-        return self._access is not None and self._access.agreement is not None
-
     def attach(self, access: GradientAccess) -> None:
         """Show gradients from the end of the next backward on."""
-        self._access = access
+        self._access, self.keeps = access, access.agreement is not None
+        self.shows = self.keeps or access.whole
         if access.agreement is not None:
             units = [unit for unit, _ in self._units]
             self.measured = GradientMeasurements(units, access.agreement, access.remaining)
@@ -255,7 +251,7 @@ class GradAttributes:
 
     def detach(self) -> None:
         """Take gradients and hooks back."""
-        self._access = None
+        self._access, self.shows, self.keeps = None, False, False
         for handle in self._first.values():
             handle.remove()
         self._first.clear()
@@ -335,7 +331,7 @@ class GradAttributes:
         access = self._access
         if access is None:
             return
-        self.added, self._on, self._task = None, ([], []), None
+        self.added, self._on, self._task[0] = None, ([], []), -1
         self._versions.clear()
         with without_torch_function():
             for unit, absent in self._units:
@@ -347,35 +343,42 @@ class GradAttributes:
                 if plain and summed:
                     self.average(unit)
                 present = self.present.get(unit.number) if summed and self.measured is not None else None
-                for member, param in enumerate(unit.params):
-                    if (member in present) if present is not None else (member not in absent):
-                        grad = self._whole(unit, member, param.shape) if plain else self._sharded(param, unit, member)
-                        self._show(unit, param, 0, grad)
-                for part in unit.parts if self._of_parts and access.agreement is not None else ():
-                    members = part.members or tuple(range(len(unit.params)))
-                    if not absent.issuperset(members) or (present is not None and present.intersection(members)):
-                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, part, members, plain))
+                members: Sequence[int] = range(len(unit.params))
+                if absent if present is None else len(present) < len(members):
+                    members = sorted(set(members) - absent if present is None else present)
+                self._show(unit, 0, self._plain_rows(unit, members) if plain else self._sharded_rows(unit, members))
+                if self._of_parts and access.agreement is not None:
+                    self._show(unit, 1, self._rows_of_parts(unit, absent, present, plain))
 
-    def _show(self, unit: Unit, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
-        if grad is None:
-            return
-        now = tensor.grad
-        if now is None or now is grad:
-            try:
-                tensor.grad = grad
-            except RuntimeError:  # the parameter has another shape or dtype than when it was sharded, which this names
-                unit.storage.take_back()
-                raise
-            self._on[kind].append((tensor, grad))
+    def _show(self, unit: Unit, kind: int, rows: Iterable[_Row]) -> None:
+        on = self._on[kind]
+        for row in rows:
+            tensor, grad = row
+            now = tensor.grad
+            if now is None:
+                try:
+                    tensor.grad = grad
+                except RuntimeError:  # another shape or dtype than when it was sharded, which this names
+                    unit.storage.take_back()
+                    raise
+                on.append(row)
+            elif now is grad:
+                on.append(row)
 
-    def _sharded(self, param: Tensor, unit: Unit, member: int) -> ShardedGradient:
-        known = self._shards.get(id(param))
-        if known is not None:
-            return known[1]
-        shard = _ParamShard(self, unit, member)
-        grad = ShardedGradient(param, shard.of, shard, self._added)
-        self._shards[id(param)] = param, grad
-        return grad
+    def _sharded_rows(self, unit: Unit, members: Sequence[int]) -> list[tuple[Tensor, ShardedGradient]]:
+        rows = self._rows.get(unit.number)
+        if rows is None or len(members) != len(rows):
+            rows = [self._sharded(unit, member) for member in members]
+            if len(members) == len(unit.params):
+                self._rows[unit.number] = rows
+        return rows
+
+    def _sharded(self, unit: Unit, member: int) -> tuple[Tensor, ShardedGradient]:
+        param = unit.params[member]
+        if (row := self._shards.get(id(param))) is None:
+            shard = _ParamShard(self, unit, member)
+            row = self._shards[id(param)] = param, ShardedGradient(param, shard.of, shard, self._added)
+        return row
 
     def _alias(self, unit: Unit, view: Tensor, shape: torch.Size) -> Tensor:
         """Return the same memory as a tensor that is no view: older loops call `p.grad.detach_()`, which views refuse."""
@@ -383,6 +386,13 @@ class GradAttributes:
             alias = view.new_empty(0).set_(view.detach().view(shape))  # type: ignore[call-overload]
         self._versions[alias] = unit, alias._version
         return alias
+
+    def _plain_rows(self, unit: Unit, members: Sequence[int]) -> Iterator[_Row]:
+        for member in members:
+            param = unit.params[member]
+            grad = self._whole(unit, member, param.shape)
+            if grad is not None:
+                yield param, grad
 
     def _whole(self, unit: Unit, member: int, shape: torch.Size) -> Tensor | None:
         if unit.gradients.local:
@@ -393,28 +403,47 @@ class GradAttributes:
         view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
         return None if view is None else self._alias(unit, view[: shape.numel()], shape)
 
-    def _grad_of_part(self, unit: Unit, part: OptimizerSlice, members: Sequence[int], plain: bool) -> Tensor:
-        if plain and unit.dtypes.accumulate == part.tensor.dtype:
-            view = unit.gradients.view(part.start, part.stop)
-            if view is not None:
-                return self._alias(unit, view, part.tensor.shape)
-        known = self._shards.get(id(part.tensor))
-        if known is not None:
-            return known[1]
-        names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
-        grad = ShardedGradient(part.tensor, names, _PartShard(self, unit, part, names), self._added)
-        self._shards[id(part.tensor)] = part.tensor, grad
-        return grad
+    def _rows_of_parts(self, unit: Unit, absent: set[int], present: set[int] | None, plain: bool) -> Iterator[_Row]:
+        for part in unit.parts:
+            members = part.members or tuple(range(len(unit.params)))
+            if absent.issuperset(members) and (present is None or not present.intersection(members)):
+                continue
+            if plain and unit.dtypes.accumulate == part.tensor.dtype:
+                view = unit.gradients.view(part.start, part.stop)
+                if view is not None:
+                    yield part.tensor, self._alias(unit, view, part.tensor.shape)
+                    continue
+            if (row := self._shards_of_parts.get(id(part.tensor))) is None:
+                names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
+                grad = ShardedGradient(part.tensor, names, _PartShard(self, unit, part, names), self._added)
+                row = self._shards_of_parts[id(part.tensor)] = part.tensor, grad
+            yield row
 
     def _hook(self, param: Tensor) -> None:
         resting = not param.requires_grad  # frozen, with state: a hook that it gets now serves when it is thawed
         if resting:
             param.requires_grad_(True)
-        self._first[param] = param.register_hook(_begins(weakref.ref(self)))
+        self._first[param] = param.register_hook(_begins(weakref.ref(self), self._task))
         if resting:
             param.requires_grad_(False)
 
     # ---- what was written
+
+    def rest(self) -> bool:
+        """Take off the gradients of parts alone, if every parameter has one that may stay during a step; return whether it does."""
+        on, parts = self._on
+        if self._versions or self.added is not None or len(on) != len(self._places):
+            return False
+        with without_torch_function():
+            for tensor, grad in on:
+                if tensor.grad is not grad:
+                    return False
+            if any(tensor.grad is not grad for tensor, grad in parts):
+                return False
+            for tensor, _ in parts:
+                tensor.grad = None
+        self._on = on, []
+        return True
 
     def take(self, but: Tensor | None = None) -> None:
         """Take gradients off: others are added now, or all are stepped. What was set to None is dropped, other tensors are copied.
@@ -492,31 +521,24 @@ class GradAttributes:
         written = {unit for alias, (unit, version) in self._versions.items() if alias._version != version}
         if written:  # what is known of the sums is known by their version, and aliases have one of their own
             increment_version([total for unit in written for total in unit.gradients.sums or ()])
+        views = [
+            (self._places[tensor][0], weakref.ref(grad))
+            for tensor, grad in (on[0] if self._versions else ())
+            if type(grad) is Tensor
+        ]
         self._versions.clear()
-        views = [(self._places[tensor][0], weakref.ref(grad)) for tensor, grad in on[0] if type(grad) is Tensor]
         with without_torch_function():
             for shown in on:
-                while shown:  # whoever else has a view of a gradient is found below
-                    tensor, grad = shown.pop()
-                    now = tensor.grad
-                    if grad is not but and (now is grad or _is_same(now, grad)):
-                        tensor.grad = None
-                    del grad, now
+                _take_off(shown, but)
         for unit in {unit for unit, view in views if view() is not None}:
             unit.gradients.leave_memory()
 
     def dropped(self) -> None:
         """Let go of gradients that were dropped: who has one of them gets an error from now on."""
-        again: dict[int, tuple[Tensor, ShardedGradient]] = {}
-        for key, (tensor, grad) in self._shards.items():
-            shard = grad.shard
-            is_split = isinstance(shard, _PartShard) and not shard.is_part
-            if getrefcount(grad) <= _OURS and not is_split:
-                grad.answers.clear()
-                again[key] = tensor, grad
-            elif isinstance(shard, _Shard):
-                shard.alive = False
-        self._shards = again
+        if _let_go(self._shards):
+            self._rows.clear()
+        parts = self._shards_of_parts.items()
+        _let_go(self._shards_of_parts, [key for key, (_, grad) in parts if not _is_part(grad.shard)])
         self.present.clear()
         self.replaced.clear()
         if self.measured is not None:
@@ -524,7 +546,7 @@ class GradAttributes:
 
     def begin(self) -> None:
         """A gradient comes that is added, or only asked for (`torch.autograd.grad`): after that, gradients come back."""
-        self._task = graph_task_id()
+        self._task[0] = graph_task_id()
         if (before := self.before()) is not None:
             before()
         if any(self._on):
@@ -537,7 +559,12 @@ class GradAttributes:
 
     def accumulate(self, grad: ShardedGradient, copy: Tensor) -> None:
         """autograd has added `copy` to a sharded gradient; see the note "before the first gradient"."""
+        params = [param for param, shown in self._on[0] if shown is grad]
         self.take(but=grad)
+        with without_torch_function():
+            for param in params:
+                if param.grad is None:  # all were dropped, and autograd still writes to this one
+                    param.grad = grad
         self.added = grad, copy
 
     def land(self, param: Tensor) -> None:
@@ -549,8 +576,30 @@ class GradAttributes:
                     param.grad, self.added = copy, None
 
 
+_Row = tuple[Tensor, Tensor]
+"""A parameter, or a part, and its gradient."""
 _OURS = 3
-"""References to a gradient that nobody else has: of `_shards`, of the loop over it, and of the call that counts."""
+"""References to a gradient that nobody else has: of its tuple, of the loop over them, and of the call that counts."""
+
+
+def _is_part(shard: GradientShard) -> bool:
+    return not isinstance(shard, _PartShard) or shard.is_part
+
+
+def _let_go(shards: dict[int, tuple[Tensor, ShardedGradient]], more: Collection[int] = ()) -> bool:
+    """Forget gradients that somebody else has, who gets an error from now on, and `more`; return whether there were any."""
+    gone = set(more)
+    for key, row in shards.items():
+        grad = row[1]
+        if getrefcount(grad) > _OURS:
+            gone.add(key)
+        elif grad.answers:
+            grad.answers.clear()
+    for key in gone:
+        shard = shards.pop(key)[1].shard
+        if isinstance(shard, _Shard):
+            shard.alive = False
+    return bool(gone)
 
 
 def _is_same(now: Tensor | None, shown: Tensor) -> bool:
@@ -561,6 +610,15 @@ def _is_same(now: Tensor | None, shown: Tensor) -> bool:
         return False
     faces = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (now, shown)]
     return faces[0] == faces[1] and now.numel() > 0
+
+
+def _take_off(shown: list[_Row], but: Tensor | None) -> None:
+    """Take gradients off where they still are; of a view that somebody else has there are references left."""
+    for tensor, grad in shown:
+        now = tensor.grad
+        if grad is not but and (now is grad or _is_same(now, grad)):
+            tensor.grad = None
+    shown.clear()
 
 
 _LEAST = 1e-18
@@ -584,11 +642,9 @@ def _zero(pieces: Sequence[Tensor]) -> None:
 # Weak: autograd keeps hooks where the garbage collector does not look, and gradients may be kept by anyone.
 
 
-def _begins(owner: weakref.ref[GradAttributes]) -> Callable[[Tensor], None]:
-    def begins(grad: Tensor) -> None:
-        del grad
-        attributes = owner()
-        if attributes is not None and attributes._task != graph_task_id():  # else it is not the first
+def _begins(owner: weakref.ref[GradAttributes], task: Sequence[int]) -> Callable[[Tensor], None]:
+    def begins(_: Tensor) -> None:
+        if task[0] != graph_task_id() and (attributes := owner()) is not None:  # else it is not the first
             attributes.begin()
 
     return begins

@@ -18,8 +18,10 @@ parts changes norms once every part of the model has got the same one; until the
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from ds_comm import Group
 from ds_comm.metadata import metadata_device
 from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, ShardedAccessError
-from ds_ops.stream import norms_of
+from ds_ops.stream import norms_of_ranges
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_gradient import GradientNorms
 from ds_zero.runtime.unit import OptimizerSlice, Unit
@@ -126,14 +128,13 @@ class _UnitNorms:
 
     squares: Tensor
     peaks: Tensor
-    version: int
     stale: set[int] = field(default_factory=set)
 
 
-_Factors = tuple[float, float]
-"""What sums of squares, and magnitudes, are to be multiplied by."""
-_Chunk = tuple[Tensor, Tensor, _Factors]
-"""Norms of pieces [n, 2], the places of their tensors [n], and their factors."""
+_Chunk = tuple[int, str, float, float]
+"""Norms of one unit: its number, of which pieces they are, and what sums of squares, and magnitudes, are to be multiplied by."""
+_Ranges = list[tuple[int, list[tuple[int, int]]]]
+"""Numbers of sums, and elements [start, stop) of each."""
 
 
 class _NormPlaces:
@@ -144,10 +145,10 @@ class _NormPlaces:
         device: Where norms are added up.
     Attributes:
         pieces: (start, stop) in the shard of every piece of a parameter that this rank has.
-        all: Of each piece the place of its tensor, int64 [pieces].
-        members: The same of each member, [members].
-        in_ranges: Numbers of the ranges of the sums that are one piece, [n], and the places of those pieces.
-        others: The other pieces, and their places.
+        members: Of each member the place of its tensor, int64 [members].
+        whole: Numbers of the ranges of the sums that are one piece, [n].
+        ranges: Where pieces lie in the sums: "all" of them, and the "others", which are no range.
+        places: Of each piece the place of its tensor: of "all" [pieces], those in ranges ("whole", [n]), the "others".
     """
 
     def __init__(self, unit: Unit, tensors: Mapping[tuple[int, int], int], device: torch.device) -> None:
@@ -159,12 +160,90 @@ class _NormPlaces:
         places = [tensors[unit.number, members[piece.name]] for piece in owned]
         ranges = {at: number for number, at in enumerate(unit.gradients.ranges)}
         self.pieces = [(piece.start, piece.stop) for piece in owned]
-        self.all = index(places)
         self.members = index([tensors[unit.number, member] for member in range(len(unit.params))])
         within = [(ranges[at], place) for at, place in zip(self.pieces, places, strict=True) if at in ranges]
         apart = [(at, place) for at, place in zip(self.pieces, places, strict=True) if at not in ranges]
-        self.in_ranges = index([number for number, _ in within]), index([place for _, place in within])
-        self.others = [at for at, _ in apart], index([place for _, place in apart])
+        self.whole = index([number for number, _ in within])
+        others = [at for at, _ in apart]
+        self.ranges = {"all": self._in_sums(unit, self.pieces), "others": self._in_sums(unit, others)}
+        self.places = {
+            "all": index(places),
+            "whole": index([place for _, place in within]),
+            "others": index([place for _, place in apart]),
+        }
+
+    @staticmethod
+    def _in_sums(unit: Unit, pieces: Sequence[tuple[int, int]]) -> _Ranges:
+        """Locate pieces, which are sorted and lie in one range each."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for start, stop in pieces:
+            number = bisect_right(unit.gradients.ranges, start, key=itemgetter(0)) - 1
+            first = unit.gradients.ranges[number][0]
+            found.setdefault(number, []).append((start - first, stop - first))
+        return list(found.items())
+
+
+class _NormMessage:
+    """What ranks tell one another of their gradients: counts and norms.
+
+    Attributes:
+        table: This rank's sums of squares and largest magnitudes, [tensors, 2], to be written before `sum`.
+    """
+
+    def __init__(self, agreement: GradientAgreement, device: torch.device) -> None:
+        self._group, (tensors, counted) = agreement.group, agreement.sizes
+        self._counted, self._totals = counted + 4, (torch.zeros(0), torch.zeros(0))
+        host = metadata_device(self._group)
+        # One message to each other rank, and one wait: all-reduces of sums and of maxima have two.
+        self._gathers = 1 < self._group.size <= _GATHERED and host == device
+        self._row = torch.zeros(self._counted + 2 * tensors, dtype=torch.float64, device=device)
+        self._rows = self._row.new_empty(self._group.size if self._gathers else 0, len(self._row))
+        self._counts: list[float] = []  # those in the row
+        self._read: bool = True  # whether `_totals` are those of the last sum
+        self.table = self._row[self._counted :].view(-1, 2)
+
+    def sum(self, counts: list[float], *, norms: bool) -> list[float]:
+        """Sum counts over the ranks, and if `norms` the squares, and take the largest of the magnitudes. Collective."""
+        if self._group.size == 1:
+            self._totals = self.table[:, 0], self.table[:, 1]
+            return counts
+        if not self._gathers:
+            return self._reduce(torch.tensor(counts, dtype=torch.float64), norms=norms)
+        if counts != self._counts:
+            self._row[: self._counted] = torch.tensor(counts, dtype=torch.float64)
+            self._counts = counts
+        row, rows = self._row, self._rows
+        if not norms:
+            row = row[: self._counted]
+            rows = row.new_empty(self._group.size, self._counted)
+        comm.all_gather_into_tensor(rows, row, group=self._group, unit="gradients")
+        self._read = False
+        total: list[float] = rows[:, : self._counted].sum(0).tolist()
+        return total
+
+    def _reduce(self, counts: Tensor, *, norms: bool) -> list[float]:
+        counts = counts.to(metadata_device(self._group))
+        squares, peaks = (column.clone() for column in (self.table if norms else self.table[:0]).unbind(1))
+        if counts.device != squares.device:
+            sums = [counts, squares]
+        else:
+            sums = [torch.cat([counts, squares])]
+            counts, squares = sums[0][: self._counted], sums[0][self._counted :]
+        works = [comm.all_reduce(t, group=self._group, async_op=True, unit="gradients") for t in sums if len(t)]
+        if len(peaks):
+            works.append(comm.all_reduce(peaks, dist.ReduceOp.MAX, group=self._group, async_op=True, unit="gradients"))
+        for work in works:
+            work.wait()
+        self._totals = squares, peaks
+        total: list[float] = counts.tolist()
+        return total
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Return the squares and magnitudes over all ranks, [tensors] each, of the last `sum` with norms."""
+        if not self._read:
+            norms, self._read = self._rows[:, self._counted :], True
+            self._totals = norms[:, ::2].sum(0), norms[:, 1::2].amax(0)
+        return self._totals
 
 
 class GradientMeasurements:
@@ -181,10 +260,13 @@ class GradientMeasurements:
     def __init__(self, units: Sequence[Unit], agreement: GradientAgreement, remaining: Callable[[Unit], float]) -> None:
         self.agreement, self.writes = agreement, 0
         self._units, self._remaining = list(units), remaining
-        self._norms: dict[int, _UnitNorms] = {}
+        self._norms: dict[int, _UnitNorms] = {}  # of a unit as soon as somebody asks
+        self._versions: dict[int, int] = {}  # of units' gradients, when they were measured
+        self._chunks: tuple[list[_Chunk], Tensor, Tensor, bool] | None = None  # see `_places_of`
         self._scaled_parts: dict[tuple[int, int], Any] = {}
         self._device = self._units[0].device if self._units else metadata_device(agreement.group)
         self._places = {unit.number: _NormPlaces(unit, agreement.tensors, self._device) for unit in self._units}
+        self._message = _NormMessage(agreement, self._device)
         self._users = [0.0] * agreement.sizes[1]  # of a backward that every parameter took part in
         for place in agreement.parts.values():
             self._users[place] += 1.0
@@ -212,107 +294,91 @@ class GradientMeasurements:
         Cost: 24 bytes a parameter, in one all-gather (in two all-reduces beside one another from nine ranks on); a read of this rank's
             sums on a CPU, two on a device, none where the pass that made them has measured them (`Gradients.norms`).
         """
-        (tensors, counted), parts, used = self.agreement.sizes, self.agreement.parts, list(self._users)
+        counted, parts, used = self.agreement.sizes[1], self.agreement.parts, self._users.copy()
         for unit in self._units:
             for member in absent[unit.number]:
                 used[parts[unit.number, member]] -= 1.0
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
-        counts = torch.tensor([*used, self.writes, self.writes**2, *local_counts], dtype=torch.float64)
-        squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
-        peaks = torch.zeros_like(squares)
         if norms:
-            self._local(squares, peaks)
-        counts, squares, peaks = self._over_ranks(counts, squares, peaks)
-        *numbers, holding, ended = counts.tolist()
+            self._local(self._message.table)
+        counts = [*used, float(self.writes), float(self.writes**2), *map(float, local_counts)]
+        *numbers, holding, ended = self._message.sum(counts, norms=norms)
         self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
         self._norms.clear()
+        self._versions = {unit.number: unit.gradients.version for unit in self._units} if norms else {}
         users = numbers[:counted]
         every = min(users, default=1.0) > 0.0 and max(users, default=1.0) < REPLACED
         present: dict[int, set[int]] = {}
         for unit in self._units:
             number, members = unit.number, range(len(unit.params))
-            present[number] = {m for m in members if every or users[parts[number, m]] % REPLACED > 0.0}
-            if norms:
-                at = self._places[number].members
-                self._norms[number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
+            present[number] = (
+                set(members) if every else {m for m in members if users[parts[number, m]] % REPLACED > 0.0}
+            )
         return present, holding, ended
-
-    def _over_ranks(self, counts: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum counts and squares over the ranks, and take the largest of the magnitudes."""
-        group, counted = self.agreement.group, len(counts)
-        if group.size == 1:
-            return counts, squares, peaks
-        counts = counts.to(metadata_device(group))
-        if counts.device != squares.device:
-            works = [
-                comm.all_reduce(t, group=group, async_op=True, unit="gradients") for t in (counts, squares) if len(t)
-            ]
-        elif (
-            group.size <= _GATHERED
-        ):  # one message to each other rank, and one wait: all-reduces of sums and of maxima have two
-            row = torch.cat([counts, squares, peaks])
-            rows = row.new_empty(group.size, len(row))
-            comm.all_gather_into_tensor(rows, row, group=group, unit="gradients")
-            sums, kept = rows.sum(0), counted + len(squares)
-            return sums[:counted], sums[counted:kept], rows[:, kept:].amax(0)
-        else:
-            sums = torch.cat([counts, squares])
-            works = [comm.all_reduce(sums, group=group, async_op=True, unit="gradients")]
-            counts, squares = sums[:counted], sums[counted:]
-        if len(peaks):
-            works.append(comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, async_op=True, unit="gradients"))
-        for work in works:
-            work.wait()
-        return counts, squares, peaks
 
     def measurement_of(self, unit: Unit) -> Callable[[], Tensor]:
         """Return what measures the pieces of one unit before its sums leave the device."""
-        owner, pieces = weakref.ref(unit), self._places[unit.number].pieces
+        owner, ranges = weakref.ref(unit), self._places[unit.number].ranges["all"]
 
         def measure() -> Tensor:
             alive = owner()
-            views = [] if alive is None else alive.gradients.cut(pieces)
-            return norms_of(views) if views else torch.zeros(0, 2, dtype=torch.float64)
+            sums = None if alive is None else alive.gradients.sums
+            sources = [(sums[at], within) for at, within in ranges] if sums else []
+            return norms_of_ranges(sources) if sources else torch.zeros(0, 2, dtype=torch.float64)
 
         return measure
 
-    def _local(self, squares: Tensor, peaks: Tensor) -> None:
-        """Add this rank's share of the squares, and write the magnitudes of its elements."""
-        device, chunks = squares.device, list[_Chunk]()
-        unmeasured: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor, _Factors]]] = {}
+    def _local(self, table: Tensor) -> None:
+        """Write this rank's share of the squares, and the magnitudes of its elements, to rows that it has written before: [tensors, 2]."""
+        rows, chunks = list[Tensor](), list[_Chunk]()
+        unmeasured: dict[tuple[torch.device, torch.dtype], list[tuple[_Chunk, list[Tensor], _Ranges]]] = {}
         for unit in self._units:
             if not unit.gradients.has_sums:
                 continue
-            known, remaining = self._places[unit.number], self._remaining(unit)
-            factors = remaining * remaining / unit.groups.counts, abs(remaining)
-            pieces, places = known.pieces, known.all
+            number, known, remaining = unit.number, self._places[unit.number], self._remaining(unit)
+            factors, kind = (remaining * remaining / unit.groups.counts, abs(remaining)), "all"
             if (measured := unit.gradients.measured) is not None:
-                chunks.append((measured.to(device), places, factors))
+                rows.append(measured.to(table.device))
+                chunks.append((number, kind, *factors))
                 continue
             if (summed := unit.gradients.norms) is not None:
-                numbers, of_ranges = known.in_ranges
-                chunks.append((summed.to(device).index_select(0, numbers), of_ranges, factors))
-                pieces, places = known.others
-            if pieces:
-                views = unit.gradients.cut(pieces)
-                unmeasured.setdefault((views[0].device, views[0].dtype), []).append((views, places, factors))
+                kind = "others"
+                if len(known.whole):
+                    rows.append(summed.to(table.device).index_select(0, known.whole))
+                    chunks.append((number, "whole", *factors))
+            if (ranges := known.ranges[kind]) and (sums := unit.gradients.sums):
+                same = unmeasured.setdefault((sums[0].device, sums[0].dtype), [])
+                same.append(((number, kind, *factors), sums, ranges))
         for several in unmeasured.values():
-            norms = norms_of([view for views, _, _ in several for view in views]).to(device)
-            parts = norms.split([len(views) for views, _, _ in several])
-            chunks += [(part, places, factors) for part, (_, places, factors) in zip(parts, several, strict=True)]
-        if not chunks:
+            sources = [(sums[at], within) for _, sums, ranges in several for at, within in ranges]
+            rows.append(norms_of_ranges(sources).to(table.device))
+            chunks += [chunk for chunk, _, _ in several]
+        if self._chunks is None or self._chunks[0] != chunks:
+            self._chunks = chunks, *self._places_of(chunks)
+            table.zero_()
+        if not rows:
             return
-        sizes, every = [len(norms) for norms, _, _ in chunks], [factors for _, _, factors in chunks]
-        weights = torch.tensor(every[:1] if len(set(every)) == 1 else every, dtype=torch.float64, device=device)
+        _, index, weights, once = self._chunks
+        norms = (rows[0] if len(rows) == 1 else torch.cat(rows)) * weights
+        if once:
+            table.index_copy_(0, index, norms)
+        else:
+            table.zero_()
+            table[:, 0].index_add_(0, index, norms[:, 0])
+            table[:, 1].scatter_reduce_(0, index, norms[:, 1], "amax")
+
+    def _places_of(self, chunks: list[_Chunk]) -> tuple[Tensor, Tensor, bool]:
+        """Return the places of norms, [n], their factors, [n or 1, 2], and whether each is all that this rank has of its tensor."""
+        places = [self._places[number].places[kind] for number, kind, _, _ in chunks]
+        index = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=self._device)
+        every = [list(factors) for _, _, *factors in chunks] or [[1.0, 1.0]]
+        weights = torch.tensor(every[:1] if every.count(every[0]) == len(every) else every, dtype=torch.float64)
         if len(weights) > 1:
-            weights = weights.repeat_interleave(torch.tensor(sizes, device=device), 0, output_size=sum(sizes))
-        sums, largest = (torch.cat([norms for norms, _, _ in chunks]) * weights).unbind(1)
-        index = torch.cat([places for _, places, _ in chunks])
-        squares.index_add_(0, index, sums)
-        peaks.scatter_reduce_(0, index, largest, "amax")
+            weights = weights.repeat_interleave(torch.tensor([len(place) for place in places]), 0)
+        return index, weights.to(self._device), len(index.unique()) == len(index)
 
     def _check(self, numbers: list[float]) -> None:
         *users, writes, squares = numbers
@@ -328,6 +394,15 @@ class GradientMeasurements:
 
     # ---- reads and writes
 
+    def _norms_of(self, unit: Unit) -> _UnitNorms | None:
+        """Return what is known of a unit's members; None where nothing was measured."""
+        if unit.number not in self._versions:
+            return None
+        if (norms := self._norms.get(unit.number)) is None:
+            at, (squares, peaks) = self._places[unit.number].members, self._message.totals()
+            norms = self._norms[unit.number] = _UnitNorms(squares[at], peaks[at])
+        return norms
+
     def of(self, unit: Unit, member: int) -> GradientNorms | None:
         """Return the norms of a parameter's gradient; None where a write has made them untrue.
 
@@ -341,8 +416,8 @@ class GradientMeasurements:
                 code="sharded-gradient-apart",
                 fix="Clip with `clip=` of ds_zero.shard, or with ds_pipe.clip_grad_norm_, which go over all ranks.",
             )
-        norms = self._norms.get(unit.number)
-        unknown = norms is None or member in norms.stale or norms.version != unit.gradients.version
+        norms = self._norms_of(unit)
+        unknown = norms is None or member in norms.stale or self._versions[unit.number] != unit.gradients.version
         return (
             None
             if norms is None or unknown or self._scaled_parts
@@ -366,22 +441,21 @@ class GradientMeasurements:
 
     def write(self, unit: Unit, members: Iterable[int], update: Callable[[], None], factor: Any) -> None:
         """Run a write to the gradients of some members, and follow it by algebra where it is a factor."""
-        norms = self._norms.get(unit.number)
-        if norms is not None and norms.version != unit.gradients.version:
+        norms, number = self._norms_of(unit), unit.number
+        if norms is not None and self._versions[number] != unit.gradients.version:
             norms.stale.update(range(len(unit.params)))
         update()
         self.writes += 1
         if norms is None:
             return
-        norms.version = unit.gradients.version
+        self._versions[number] = unit.gradients.version
         self._follow(norms, members, factor)
 
     def write_part(self, unit: Unit, part: OptimizerSlice, update: Callable[[], None], factor: Any) -> None:
         """Run a write to a part of a unit; see the note "writes of parts"."""
         update()
-        norms = self._norms.get(unit.number)
-        if norms is not None:
-            norms.version = unit.gradients.version
+        if unit.number in self._versions:
+            self._versions[unit.number] = unit.gradients.version
         done, key = self._scaled_parts, (unit.number, part.start)
         done[key] = None if factor is None or key in done else factor
         first = next(iter(done.values()))
@@ -391,7 +465,7 @@ class GradientMeasurements:
         if first is not None:
             done.clear()
             for other in self._units:
-                if (norms := self._norms.get(other.number)) is not None:
+                if (norms := self._norms_of(other)) is not None:
                     self._follow(norms, range(len(other.params)), first)
 
     @staticmethod
@@ -409,21 +483,21 @@ class GradientMeasurements:
 
     def moved(self, unit: Unit, before: int) -> None:
         """Go on with the norms of a unit whose sums were multiplied, and are the same gradient; `before` was their version."""
-        norms = self._norms.get(unit.number)
-        if norms is not None and norms.version == before:
-            norms.version = unit.gradients.version
+        if self._versions.get(unit.number) == before:
+            self._versions[unit.number] = unit.gradients.version
 
     def zero(self) -> None:
         """Go on after every gradient was set to zero."""
         self._scaled_parts.clear()
         for unit in self._units:
-            if (norms := self._norms.get(unit.number)) is not None:
-                norms.version, norms.stale = unit.gradients.version, set()
+            if (norms := self._norms_of(unit)) is not None:
+                self._versions[unit.number], norms.stale = unit.gradients.version, set()
                 norms.squares, norms.peaks = torch.zeros_like(norms.squares), torch.zeros_like(norms.peaks)
 
     def drop(self) -> None:
         """Forget all norms."""
         self._norms.clear()
+        self._versions.clear()
         self._scaled_parts.clear()
         self.writes = 0
 

@@ -209,11 +209,12 @@ class Gradients:
         params = self._params
         grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
-            strided = {i: grad if grad.layout is torch.strided else grad.to_dense() for i, grad in grads.items()}
-            if now and not waits and not self.open and self.way.take(strided, self._dtypes.reduce, self.finish):
+            for i in [i for i, grad in grads.items() if grad.layout is not torch.strided]:
+                grads[i] = grads[i].to_dense()
+            if now and not waits and not self.open and self.way.take(grads, self._dtypes.reduce, self.finish):
                 self.open = True
             else:
-                self._collect(strided, now=now)
+                self._collect(grads, now=now)
         for i in grads:
             params[i].grad = None
 
@@ -421,7 +422,8 @@ class Gradients:
         self._square = self._measured = self._norms = None
         with without_torch_function():
             for param in self._params:
-                param.grad = None
+                if param.grad is not None:
+                    param.grad = None
         there = self._device.type != "cpu"
         if self._layout.world > 1 or there:  # else it held the sums until now, so no other unit could have used it
             self._give_arena()

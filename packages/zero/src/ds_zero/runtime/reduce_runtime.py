@@ -130,15 +130,18 @@ class AccumulatedHooks:
 
     def __init__(self, params: dict[tuple[int, int], Tensor]) -> None:
         self._params = params
+        self._hooks: list[dict[int, Any]] | None = None  # of each parameter, ours among them
         self.library: set[tuple[tuple[int, int], int]] = set()
         self._silent: list[tuple[tuple[int, int], dict[int, Any], int, Callable[[Tensor], Any]]] = []
 
     def silence(self) -> None:
         """Take the place of all hooks until `restore`. Their handles stay good."""
         self.restore()
-        with without_torch_function():
-            accumulated = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in self._params.values()]
-        for place, hooks in zip(self._params, accumulated, strict=True):
+        if self._hooks is None:
+            with without_torch_function():
+                hooks_of = [getattr(param, "_post_accumulate_grad_hooks", None) for param in self._params.values()]
+            self._hooks = [{} if hooks is None else hooks for hooks in hooks_of]
+        for place, hooks in zip(self._params, self._hooks, strict=True):
             for key in list(hooks) if len(hooks) > 1 else ():
                 if (place, key) in self.library:
                     continue
@@ -308,7 +311,8 @@ class GradientReductions:
         if graph_task_id() != self._backward.task:
             self._backward.enter()
         for host in self._hosts:
-            host.finish_ready()
+            if host.pending is not None:
+                host.finish_ready()
         if self._arrivals.add(number, member):
             self._complete(number)
 
@@ -440,7 +444,7 @@ class GradientReductions:
         finally:
             self.now = before
 
-    def close(self, *, apart: bool = True) -> None:
+    def close(self, *, apart: bool = True, rests: bool = False) -> None:
         """Reduce what backwards without reduction left, and wait for every reduction. Collective if they were any.
 
         Gradients that this rank alone may have (an error in backward was caught, somebody set `param.grad`) become `leftovers`.
@@ -448,8 +452,12 @@ class GradientReductions:
         Args:
             apart: False: units that are summed over ranks outside this backward (tied over stages) are left for the next call. Those ranks
                 may need what this one has not sent yet.
+            rests: Whether `param.grad` may stay: nothing but a step follows.
         """
         self._backward.end_raised()
+        if rests and not (self._deferred or self._apart) and self.attributes.rest():
+            self.drain()
+            return
         self.attributes.take()
         with without_torch_function():
             for number in self.trained:
@@ -466,6 +474,7 @@ class GradientReductions:
 
     def reduce_leftovers(self) -> None:
         """Sum what some rank holds. Collective; every rank takes part with all of its units."""
+        self.attributes.take()
         for number in reversed(self.trained):
             if number not in self._apart:
                 self._reduce(number, alone=True)

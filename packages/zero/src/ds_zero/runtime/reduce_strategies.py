@@ -183,13 +183,14 @@ class ShmReduceScatter(_Direct):
             grad = grads.get(member)
             if grad is None:
                 blanks += whole
-            elif grad.dtype is not self._dtype or not grad.is_contiguous():
+                continue
+            if grad.dtype is not self._dtype or not grad.is_contiguous():
                 odd += [(slot_memory[at : at + n], grad.reshape(-1)[start : start + n]) for start, at, n in whole]
-            elif member in part:
+                continue
+            if member in part:
                 self._hold(member, grad)
-                moves += [(at, grad, start, n) for start, at, n in part[member]]
-            else:
-                moves += [(at, grad, start, n) for start, at, n in whole]
+            for start, at, n in part.get(member, whole):
+                moves.append((at, grad, start, n))
         for _, at, n in blanks:
             slot_memory[at : at + n].zero_()
         if odd:

@@ -261,10 +261,15 @@ def _leaves_divided(kind: str, device: str) -> bool:
     return param.grad.item() == 2.0
 
 
+@functools.lru_cache(maxsize=16)
+def _divisor(value: float) -> tuple[Tensor, Tensor]:
+    """Return what a fused step reads, and never writes: a divisor, and that no gradient is infinite."""
+    return torch.tensor(value, dtype=torch.float32), torch.zeros((), dtype=torch.float32)
+
+
 def _step_divided(optimizer: Optimizer, divisor: float) -> None:
     untyped: Any = optimizer  # both attributes exist during a step only
-    untyped.grad_scale = torch.tensor(divisor, dtype=torch.float32)
-    untyped.found_inf = torch.zeros((), dtype=torch.float32)
+    untyped.grad_scale, untyped.found_inf = _divisor(divisor)
     try:
         optimizer.step()
     finally:

@@ -12,6 +12,7 @@ families, then for the model, then for the norm.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,6 +36,7 @@ from ds_zero.runtime.unit import Unit
 
 __all__ = [
     "StepFacts",
+    "StepSettings",
     "agree",
     "check_differences",
     "first_nonfinite",
@@ -50,6 +52,7 @@ __all__ = [
 # Groups are compared where they communicate, scratch files of ranks are where their hosts have room.
 _OF_ONE_RANK = frozenset({"group", "norm", "folder", "io"})
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+_COMPARED = frozenset(_PLAIN)
 
 
 def option_settings(options: ShardOptions, inner: Optimizer | None = None) -> dict[str, str]:
@@ -97,6 +100,40 @@ def group_settings(inner: Optimizer) -> dict[str, str]:
     return settings
 
 
+class StepSettings:
+    """What is to be the same on every rank in a step, as text; made anew only where something has changed.
+
+    Attributes:
+        text: Values of the groups of `inner`, and of the step, by name.
+        digest: Of `text`, 32 bits.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+        self._values: list[Any] = []
+        self._kinds: list[type] = []
+        self.text: dict[str, str] = {}
+        self.digest = 0
+
+    def read(self, of_step: Mapping[str, float]) -> None:
+        """Take the values of now, and numbers `of_step`."""
+        values: list[Any] = list(of_step.values())
+        for group in self._inner.param_groups:
+            for key in self._inner.defaults:
+                value = group.get(key)
+                if type(value) is tuple:
+                    values += value
+                else:
+                    values.append(value)
+        kinds = [type(value) for value in values]
+        # Others, as tensors, may have another value and be equal to themselves.
+        if kinds == self._kinds and values == self._values and _COMPARED.issuperset(kinds):
+            return
+        self._values, self._kinds = values, kinds
+        self.text = group_settings(self._inner) | {key: repr(value) for key, value in of_step.items()}
+        self.digest = digest_of(self.text, 4)
+
+
 def check_differences(settings: Mapping[str, str], group: Group, what: str) -> None:
     """Compare settings over `group`, and raise on every rank what differs. Collective.
 
@@ -120,9 +157,9 @@ def _by_rank(values: Sequence[str | None], group: Group) -> str:
     return " and ".join(f"{values[i] or 'absent'} on rank {group.ranks[i]}" for i in (0, other))
 
 
-def _pair_of(settings: Mapping[str, str]) -> tuple[float, float]:
-    """Return two numbers whose sums over ranks tell whether all ranks have the same settings: a digest of 15 bits and its square."""
-    digest = digest_of(settings, 2)
+def _pair_of(settings: StepSettings, sent: int) -> tuple[float, float]:
+    """Return two numbers whose sums over ranks tell whether all ranks have the same settings and have sent the same sums: 15 bits and their square."""
+    digest = zlib.crc32(b"%d %d" % (settings.digest, sent)) & 0x7FFF
     return float(digest), float(digest * digest)
 
 
@@ -184,7 +221,7 @@ class StepFacts:
 
 def agree(
     sharding: ShardedModel,
-    settings: Mapping[str, str],
+    settings: StepSettings,
     *,
     wants_norm: bool,
     extra: Sequence[float] = (),
@@ -228,7 +265,7 @@ def agree(
             written,
             written**2,
             float(len(unequal)),
-            *_pair_of({**settings, "sums": str(reducing.sent)}),
+            *_pair_of(settings, reducing.sent),
             *extra,
         )
         users, more = _count(group_units, (absent, replaced), sharding.families[name], mine if name == DENSE else ())
@@ -253,7 +290,7 @@ def agree(
     if any(unused.values()) and not sharding.options.ignore_unused_parameters:
         raise _unused([u.spec.params[i].name for u in units for i in sorted(unused[u.number])])
     if not _is_same(digests, digest_squares, size):
-        check_differences(settings, sharding.families[DENSE].group, "step")
+        check_differences(settings.text, sharding.families[DENSE].group, "step")
         raise _mixed(sharding.families[DENSE].group)
     reducing.forget_sent()
     return StepFacts(
@@ -274,19 +311,19 @@ def _count(
     """
     absent, replaced = marks
     sizes = [len(unit.params) for unit in units]
-    counts = torch.ones(sum(sizes) + len(extra), dtype=torch.float64)
-    base = 0
+    rows, base = [1.0] * sum(sizes), 0
     for unit in units:
         for i in absent[unit.number]:
-            counts[base + i] = 0.0
+            rows[base + i] = 0.0
         for i in replaced.get(unit.number, ()):
-            counts[base + i] += REPLACED
+            rows[base + i] += REPLACED
         base += len(unit.params)
-    counts[base:] = torch.tensor(extra, dtype=torch.float64)
-    if family.group.size > 1 and len(counts):
-        counts = counts.to(metadata_device(family.group))
+    rows += extra
+    if family.group.size > 1 and rows:
+        counts = torch.tensor(rows, dtype=torch.float64, device=metadata_device(family.group))
         comm.all_reduce(counts, group=family.group, unit="step")
-    rows, found = counts.tolist(), []  # one read of the device where the group is one of devices
+        rows = counts.tolist()  # one read of the device where the group is one of devices
+    found = []
     for size in sizes:
         found.append(rows[:size])
         rows = rows[size:]

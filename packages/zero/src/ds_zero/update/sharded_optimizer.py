@@ -42,10 +42,10 @@ from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.rank_agreement import (
+    StepSettings,
     agree,
     check_differences,
     first_nonfinite,
-    group_settings,
     option_settings,
     weight_of,
 )
@@ -108,6 +108,7 @@ class ShardedOptimizer(Optimizer):
         names = {id(p): name for name, p in named_members(model).items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
         self.inner, self.divisor, self.gain = inner, 1.0, 1.0
+        self._settings = StepSettings(inner)
         self.last: StepReport | None = None
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
@@ -370,7 +371,7 @@ class ShardedOptimizer(Optimizer):
                 code="zero-add-group",
                 fix="Call add_param_group of the optimizer that `shard` returned.",
             )
-        runtime.reducing.close()
+        runtime.reducing.close(rests=True)
         runtime.settle(self.sharding.group)
         error = self.ahead.finish() if self.ahead.units else None
         units = [u for u in self.sharding.units if u.spec.trained]
@@ -380,12 +381,8 @@ class ShardedOptimizer(Optimizer):
             self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
         )
         raised, runtime.reducing.raised = runtime.reducing.raised, 0
-        settings = {
-            **group_settings(self.inner),
-            "divisor": repr(self.divisor / self.gain),
-            "backwards that raised": str(raised),
-        }
-        facts = agree(self.sharding, settings, wants_norm=wants, extra=self.extra, failed=error is not None)
+        self._settings.read({"divisor": self.divisor / self.gain, "backwards that raised": raised})
+        facts = agree(self.sharding, self._settings, wants_norm=wants, extra=self.extra, failed=error is not None)
         if facts.failed:
             raise self.ahead.failed(facts.failed, error)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
