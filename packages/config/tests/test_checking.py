@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -235,6 +235,7 @@ TOP = st.sampled_from(
 
 
 @given(st.dictionaries(TOP, VALUES, max_size=5))
+@example({"optimizer": {"stage": float("inf")}})
 @settings(max_examples=400, deadline=None)
 def test_any_document_gives_a_model_or_a_config_error(train: type[StrictModel], document: dict[str, Any]) -> None:
     try:

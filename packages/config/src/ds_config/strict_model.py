@@ -49,6 +49,7 @@ class StrictModel(BaseModel):
         strict=True,
         validate_default=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # within values of any type: null would stand for the default
         arbitrary_types_allowed=True,
         protected_namespaces=(),
     )
