@@ -193,6 +193,10 @@ class CollectiveCall:
             raise failure from (None if isinstance(error, CommError) else error)
         finally:
             torch._C._set_grad_enabled(records)
+        if host_waits and not async_op and back is None and not started.works and started.finish is None:
+            recorder.ended(slot)
+            span.__exit__(None, None, None)
+            return DONE
         work = PendingWork(
             started if back is None else _then(started, back), self, (recorder, slot, order.key), span, host_waits
         )

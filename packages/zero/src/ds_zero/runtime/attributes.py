@@ -616,7 +616,7 @@ def _take_off(shown: list[_Row], but: Tensor | None) -> None:
     """Take gradients off where they still are; of a view that somebody else has there are references left."""
     for tensor, grad in shown:
         now = tensor.grad
-        if grad is not but and (now is grad or _is_same(now, grad)):
+        if (now is grad or _is_same(now, grad)) and grad is not but:
             tensor.grad = None
     shown.clear()
 

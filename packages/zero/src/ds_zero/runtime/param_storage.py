@@ -280,8 +280,11 @@ class PrivateStorage:
         Raises:
             PlanError: the new memory has another shape, dtype or device ("zero-replaced").
         """
-        replaced = set()
-        for i, (param, view) in enumerate(zip(self._unit.params, self.views, strict=True)):
+        replaced: set[int] = set()
+        params = self._unit.params
+        if [param.data_ptr() for param in params] == [view.data_ptr() for view in self.views]:
+            return replaced
+        for i, (param, view) in enumerate(zip(params, self.views, strict=True)):
             if param.data_ptr() == view.data_ptr():
                 continue
             current, expected = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)

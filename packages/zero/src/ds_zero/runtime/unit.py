@@ -281,8 +281,9 @@ class Unit:
         self._versions = versions
         if not whole:
             return None
-        written = {i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b}
-        return self.storage.adopt_edits(written | replaced)
+        if versions != before:
+            replaced.update(i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b)
+        return self.storage.adopt_edits(replaced)
 
     @property
     def bytes(self) -> dict[str, int]:
