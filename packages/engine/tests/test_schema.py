@@ -33,7 +33,15 @@ OURS = {
     "on_nonfinite",
     *(
         f"optimizer.params.{key}"
-        for key in ("foreach", "fused", "initial_accumulator_value", "lr_decay", "maximize", "per_head_muon")
+        for key in (
+            "foreach",
+            "fused",
+            "initial_accumulator_value",
+            "lr_decay",
+            "maximize",
+            "per_head_muon",
+            "clip_directions",
+        )
     ),
     "optimizer.params.set_grad_none",
     "tensor_parallel.megatron_layers",

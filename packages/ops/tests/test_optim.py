@@ -241,6 +241,41 @@ def test_muon_knows_matrices_of_tensors_that_stand_for_others() -> None:
         train([both], [[stand_in]], steps=1)
 
 
+def test_muon_makes_directions_before_they_are_clipped() -> None:
+    shapes = [(8, 4), (4, 8), (5,), (6, 2, 3, 3)]
+    a, b = params(shapes), params(shapes)
+    ours, theirs = (Muon(p, lr=0.1, weight_decay=0.01, clip_directions=True) for p in (a, b))
+    ours = pickle.loads(pickle.dumps(ours))
+    assert ours.clip_directions
+    ours.param_groups[0]["params"] = a
+    for step in range(3):
+        gradients([a, b], step)
+        for p in a:
+            p.grad = p.grad.clone()  # `direct` writes it
+        plain = [p.grad for p in b]
+        before = [p.detach().clone() for p in b]
+        ours.direct(FusedOps(grad_scale=0.5))
+        theirs.step(fusion=FusedOps(grad_scale=0.5))  # what makes its directions itself
+        for p, q, old, g in zip(a, b, before, plain, strict=True):
+            if p.ndim == 1:
+                assert torch.equal(p.grad, g)
+            else:
+                torch.testing.assert_close(p.grad, (old * (1 - 0.1 * 0.01) - q) / 0.1, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+        expected = [old * (1 - 0.1 * 0.01) - 0.1 * 0.25 * p.grad for old, p in zip(before, a, strict=True)]
+        ours.step(fusion=FusedOps(grad_scale=0.25))
+        for p, q, e in zip(a, b, expected, strict=True):
+            if p.ndim > 1:
+                torch.testing.assert_close(p.detach(), e)
+                assert ours.state[p]["step"] == theirs.state[q]["step"] == step + 1
+            with torch.no_grad():
+                q.copy_(p)
+    gradients([a, b], 3)
+    ours.step()  # not asked before: it makes them itself
+    theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True) if p.ndim > 1)
+
+
 def test_muon_vectors_follow_a_scheduler() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = Muon([p], lr=0.02, adam_lr=0.5)

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_config.errors import CheckpointError, ConfigError, PlanError, ShardedAccessError, UnsupportedError
@@ -1064,18 +1065,31 @@ def test_state_at_stage_3_can_be_read_as_upstream_cuts_it():
 
 
 @world(2)
-def test_muon_says_where_steps_are_not_deepspeeds():
-    import importlib
-
+def test_muon_is_clipped_as_upstream_clips_it():
+    """Its directions at stages 1 to 3, by their norm; gradients at stage 0, and at stage 1 beside sums in fp32 of weights in bf16."""
     import deepspeed
 
-    home = importlib.import_module("deepspeed._ours.training_engine.initialize")  # not the function of that name
-    for stage, clip, tells in ((1, 1.0, True), (0, 1.0, False), (1, 0.0, False)):
-        raw = settings(stage, optimizer={"type": "Muon", "params": {"lr": 0.01}}, gradient_clipping=clip)
-        with mock.patch.object(home, "logger") as log:
-            engine, *_ = deepspeed.initialize(model=Net(), config=raw)
-        said = [call.args[0] for call in log.warning.call_args_list]
-        assert any(text.startswith("Muon with gradient_clipping") for text in said) == (
-            tells and engine.global_rank == 0
+    wide = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    host = {"offload_optimizer": {"device": "cpu"}}
+    cases = [
+        (0, {}, {}, {}, False), (1, {}, {}, {}, True), (2, {}, {}, {}, True), (3, {}, {}, {}, True), (1, wide, {}, {}, False),
+        (2, wide, {}, {}, True), (1, wide, host, {}, True), (1, {}, {}, {"clip_directions": False}, False),
+    ]  # fmt: skip
+    moved = []
+    for stage, formats, tier, params, directions in cases:
+        raw = settings(stage, optimizer={"type": "Muon", "params": {"lr": 0.01, **params}}, gradient_clipping=0.1)
+        raw["zero_optimization"] |= tier
+        net = Net()
+        before = net.first.weight.detach().clone()
+        engine, *_ = deepspeed.initialize(model=net, config=raw | formats)
+        engine.backward(
+            0.01 * engine(rows(0, dist.get_rank())[0].to(engine.get_data_types()[0])).float().square().mean()
         )
+        engine.step()
+        assert (engine.get_global_grad_norm() > 1.0) == directions, (stage, formats, tier, params)
+        with deepspeed.zero.GatheredParameters([net.first.weight]):
+            moved.append(net.first.weight.detach().float() - before)
         engine.destroy()
+    torch.testing.assert_close(moved[1:4], [moved[1]] * 3)
+    torch.testing.assert_close(moved[7], moved[0])
+    assert moved[1].norm() < 0.1 * moved[0].norm()

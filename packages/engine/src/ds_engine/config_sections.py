@@ -167,6 +167,10 @@ class MuonParams(_StateParams):
     per_head_muon: bool = Field(
         default=False, description="Orthogonalize each head of query, key and value projections apart."
     )
+    clip_directions: bool = Field(
+        default=False,
+        description="gradient_clipping limits the norm of the matrices' directions, beside the rest's gradients; false: that of gradients.",
+    )
 
 
 class _OneBitParams(_OptimizerParams):

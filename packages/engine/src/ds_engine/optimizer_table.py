@@ -82,6 +82,7 @@ def _muon(section: MuonSection, states: dict[str, Any]) -> Made:
     p = section.params
     rates = {"lr": _first(p.muon_lr, p.lr, 2e-2), "adam_lr": _first(p.adam_lr, p.lr, 3e-4)}
     rest = {"adam_betas": p.betas, "adam_eps": p.eps, "adam_decoupled": p.adam_w_mode, "ns_method": p.ns_method}
+    rest["clip_directions"] = p.clip_directions
     return ds_ops.optim.Muon, rates | rest | states | {"momentum": p.momentum, "weight_decay": p.weight_decay}
 
 

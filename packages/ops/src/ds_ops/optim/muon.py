@@ -10,7 +10,7 @@ Everything else (biases, norms, and groups with `use_muon=False`: embeddings, he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -121,6 +121,9 @@ class Muon(OpsOptimizer):
 
     A matrix that is a DTensor is gathered once a step: its direction, of the dtype of its gradient or fp32. Each rank then steps its elements.
 
+    With `clip_directions` what clips by the global norm (ds_zero's `clip`) calls `direct` first: it takes the norm of directions, beside AdamW's
+    gradients, and multiplies them. Gradients of matrices are clipped otherwise, which changes directions only as far as momentum remembers it.
+
     State: `momentum_buffer` (matrices), or `exp_avg` and `exp_avg_sq`.
 
     Raises:
@@ -129,6 +132,7 @@ class Muon(OpsOptimizer):
 
     elementwise: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    clip_directions: bool = False  # for optimizers pickled before there was a choice
 
     def __init__(
         self,
@@ -144,6 +148,7 @@ class Muon(OpsOptimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_method: Method = "gram",
+        clip_directions: bool = False,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         for name, value in {"lr": lr, "adam_lr": adam_lr, "adam_eps": adam_eps, "weight_decay": weight_decay}.items():
@@ -177,6 +182,8 @@ class Muon(OpsOptimizer):
         }
         # What was said of the weights with so many dims. A sharder steps other tensors of the same shape, without their attributes.
         self._words: dict[int, set[Matrices]] = {}
+        self.clip_directions = clip_directions
+        self._directed: set[Tensor] = set()  # parameters whose gradients `direct` has replaced
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -194,7 +201,8 @@ class Muon(OpsOptimizer):
             self._words.setdefault(ndim, set()).add(word)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_words": self._words}
+        kept = {"_words": self._words, "clip_directions": self.clip_directions, "_directed": set()}
+        return super().__getstate__() | kept
 
     def needs_whole(self, group: dict[str, Any], p: Tensor) -> bool:
         return self.is_matrix(group, p) and not _is_dtensor(p)
@@ -207,15 +215,45 @@ class Muon(OpsOptimizer):
         return bool(group["use_muon"]) and p.ndim >= 2
 
     def step_group(self, group: dict[str, Any], fusion: FusedOps = NO_FUSION) -> None:
-        matrices = [p for p in group["params"] if self.is_matrix(group, p) and fusion.grad_of(p) is not None]
+        matrices = self._matrices_in(group, fusion)
         others = [p for p in group["params"] if not self.is_matrix(group, p)]
         super().step_group({**group, "params": others}, fusion)
         self.ensure_state(group, matrices)
+        for p in self._directed.intersection(matrices):
+            self._move(group, p, _local_grad_of(p, fusion), float(fusion.grad_scale), fusion)
+        others = [p for p in matrices if p not in self._directed]
+        self._directed.difference_update(matrices)
+        for flat, same in self._batches(group, others):
+            directions, scale = self._orthogonal(group, flat, same, fusion)
+            for p, o in zip(same, directions, strict=True):
+                self._move(group, p, o, scale, fusion)
+
+    @torch.no_grad()
+    def direct(self, fusion: FusedOps = NO_FUSION) -> None:
+        """Replace gradients of matrices by what their step subtracts, over the rate; their momentum goes on. The step after it takes them for that.
+
+        Args:
+            fusion: As of `step`, of which `grads` and `grad_scale` count; gradients are written.
+        """
+        for group in self.param_groups:
+            matrices = self._matrices_in(group, fusion)
+            self.ensure_state(group, matrices)
+            for flat, same in self._batches(group, matrices):
+                directions, scale = self._orthogonal(group, flat, same, fusion)
+                for p, o in zip(same, directions, strict=True):
+                    _local_grad_of(p, fusion).copy_(o * scale)
+                self._directed.update(same)
+
+    def _matrices_in(self, group: dict[str, Any], fusion: FusedOps) -> list[Tensor]:
+        return [p for p in group["params"] if self.is_matrix(group, p) and fusion.grad_of(p) is not None]
+
+    def _batches(self, group: dict[str, Any], params: Sequence[Tensor]) -> Iterator[tuple[bool, list[Tensor]]]:
+        """Yield matrices of one shape, and whether they are flat: their Newton-Schulz iterations are one batched product."""
         shapes: dict[tuple[Any, ...], list[Tensor]] = {}
-        for p in matrices:
+        for p in params:
             shapes.setdefault((self._matrices(group, p), p.shape, p.device, p.dtype), []).append(p)
         for (matrices, *_), same in shapes.items():
-            self._step_matrices(group, matrices == "flat", same, fusion)
+            yield matrices == "flat", same
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr = float(group["lr"]) if not group["use_muon"] else float(group["adam_lr"]) * self._schedule(group)
@@ -234,8 +272,10 @@ class Muon(OpsOptimizer):
         words = self._words.get(p.ndim, set())
         return next(iter(words)) if len(words) == 1 and not asked_of(group, p) else matrices_of(group, p)
 
-    def _step_matrices(self, group: dict[str, Any], flat: bool, params: Sequence[Tensor], fusion: FusedOps) -> None:
-        """Step matrices of one shape together: their Newton-Schulz iterations are one batched product."""
+    def _orthogonal(
+        self, group: dict[str, Any], flat: bool, params: Sequence[Tensor], fusion: FusedOps
+    ) -> tuple[list[Tensor], float]:
+        """Return the orthogonalized directions of matrices of one shape, this rank's elements of each, and the factor of all."""
         directions = torch.stack([self._direction(group, p, fusion) for p in params])
         matrices = directions.flatten(2) if flat else directions
         if (
@@ -244,16 +284,18 @@ class Muon(OpsOptimizer):
             matrices = matrices.unflatten(1, (group["heads"], -1))
         rows, cols = matrices.shape[-2:]
         matrices = orthogonalize(matrices, steps=group["ns_steps"], method=group["ns_method"])
-        lr, scale = float(group["lr"]), max(1.0, rows / cols) ** 0.5
-        for p, o in zip(params, matrices, strict=True):
-            local = _local(p)
-            new = _elements_of(p, o.reshape(p.shape)).to(p.dtype)
-            local.mul_(1 - lr * float(group["weight_decay"])).add_(new, alpha=-lr * scale)
-            if p in fusion.copies:
-                fusion.copies[p].copy_(p)
-            grad = fusion.grad_of(p)
-            if fusion.zero_grads and grad is not None:
-                grad.zero_()
+        own = [_elements_of(p, o.reshape(p.shape)) for p, o in zip(params, matrices, strict=True)]
+        return own, max(1.0, rows / cols) ** 0.5
+
+    @staticmethod
+    def _move(group: dict[str, Any], p: Tensor, direction: Tensor, scale: float, fusion: FusedOps) -> None:
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        _local(p).mul_(1 - lr * decay).add_(direction.to(p.dtype), alpha=-lr * scale)
+        if p in fusion.copies:
+            fusion.copies[p].copy_(p)
+        grad = fusion.grad_of(p)
+        if fusion.zero_grads and grad is not None:
+            grad.zero_()
 
     def _direction(self, group: dict[str, Any], p: Tensor, fusion: FusedOps) -> Tensor:
         state, grad = self.state[p], fusion.grad_of(p)
@@ -266,6 +308,13 @@ class Muon(OpsOptimizer):
         new = torch.lerp(momentum.to(g.dtype), g, 1 - group["momentum"])
         momentum.copy_(new)
         return _gathered(p, torch.lerp(g, new, group["momentum"]) if group["nesterov"] else new)
+
+
+def _local_grad_of(p: Tensor, fusion: FusedOps) -> Tensor:
+    grad = fusion.grad_of(p)
+    if grad is None:
+        raise KeyError("a parameter without a gradient is not stepped")
+    return _local_grad(p, grad)
 
 
 def _gathered(p: Tensor, local: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_config.errors import PlanError
-from ds_ops.optim import FusedOps, OpsOptimizer
+from ds_ops.optim import FusedOps, Muon, OpsOptimizer
 from ds_zero._torch import has_step_hooks, plain_step
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.sharded_model import ShardedModel
@@ -29,7 +29,17 @@ from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.wrapped_optimizer import WAITING, group_of
 
-__all__ = ["Due", "StepGuard", "Updater", "apply", "due_of", "scale_in_place", "scales_before_cast", "step_with"]
+__all__ = [
+    "Due",
+    "StepGuard",
+    "Updater",
+    "apply",
+    "due_of",
+    "make_directions",
+    "scale_in_place",
+    "scales_before_cast",
+    "step_with",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,43 @@ def scale_in_place(
     return False
 
 
+def make_directions(
+    units: Sequence[Unit], factor_of: Callable[[Unit], float], unused: Sequence[set[int]], optimizer: Muon
+) -> None:
+    """Replace the gradients of matrices by the directions of the coming step, which are clipped then.
+
+    Args:
+        factor_of: As of `due_of`.
+        unused: As of `Due`.
+    """
+    batches: dict[tuple[float, Unit | None], dict[Unit, list[OptimizerSlice]]] = {}
+    for unit, absent in zip(units, unused, strict=True):
+        parts = _used_parts(unit, absent) if unit.gradients.has_sums else []
+        if any(optimizer.is_matrix(group_of(optimizer, unit), part.tensor) for part in parts):
+            alone = unit if unit.state_store.alone else None
+            batches.setdefault((factor_of(unit), alone), {})[unit] = parts
+    for (factor, _), batch in batches.items():
+        grads: dict[Tensor, Tensor] = {}
+        sums_of: dict[Tensor, Tensor] = {}
+        for unit, parts in batch.items():
+            unit.state_store.fetch_state()
+            unit.gradients.change()
+            for part, sums in zip(parts, unit.gradients.cut([(p.start, p.stop) for p in parts]), strict=True):
+                if optimizer.is_matrix(group_of(optimizer, unit), part.tensor):
+                    sums_of[part.tensor] = sums.view(part.tensor.shape)
+                    grads[part.tensor] = _converted(sums_of[part.tensor], part.tensor, unit)
+                else:
+                    sums.mul_(factor)
+            unit.gradients.applied *= factor  # what the sums are now nobody multiplies by that again
+        optimizer.direct(FusedOps(grad_scale=factor, grads=grads))
+        for tensor, sums in sums_of.items():
+            if grads[tensor] is not sums:
+                sums.copy_(grads[tensor])
+        for unit in batch:
+            if not unit.state_store.resident:
+                unit.state_store.store()
+
+
 def apply(
     due: Due, state: OptimizerState, updater: Updater, settle: Callable[[float, bool], list[Unit]] | None = None
 ) -> None:
@@ -107,9 +154,8 @@ def apply(
     done = set(early)
     grads = [(unit, grad) for unit, grad in grads if unit not in done]
     for unit in dict.fromkeys(unit for unit, _ in grads):
-        unit.gradients.scale(due.weights[unit])
-        if first:  # before it is cast: a loss scale may be more than the other format holds
-            unit.gradients.scale(factor)
+        # Before it is cast: a loss scale may be more than the other format holds; and so may the weight without it.
+        unit.gradients.scale(due.weights[unit] * (factor if first else 1.0))
     for unit in (unit for unit in due.units if unit.gradients.leaves and unit not in direct | done):
         unit.gradients.scale(due.weights[unit] * (factor if scales_before_cast(unit) else 1.0))
     gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}

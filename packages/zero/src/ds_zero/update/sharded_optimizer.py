@@ -26,8 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import ds_comm as comm
 from ds_comm import LocalShard
+from ds_comm.metadata import metadata_device
 from ds_config.errors import PlanError
+from ds_ops.optim import Muon
 from ds_zero.layout.dtypes_plan import ScaleState, next_scale
 from ds_zero.layout.model_members import drop_outside, named_members, set_outside
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions
@@ -37,7 +40,7 @@ from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.runtime.suspend import KINDS
 from ds_zero.runtime.unit import Unit
 from ds_zero.runtime.zero_grad import ZeroGrad
-from ds_zero.update.apply_step import StepGuard, Updater, apply, due_of, scale_in_place
+from ds_zero.update.apply_step import StepGuard, Updater, apply, due_of, make_directions, scale_in_place
 from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
@@ -47,6 +50,7 @@ from ds_zero.update.rank_agreement import (
     check_differences,
     first_nonfinite,
     option_settings,
+    square_of,
     weight_of,
 )
 from ds_zero.update.state_dict import OptimizerStateDict, state_before
@@ -67,7 +71,8 @@ class StepReport:
     """What one step did. The same on every rank.
 
     Attributes:
-        norm: Global norm of the averaged gradient before clipping; None where nothing asked for it.
+        norm: Global norm of the averaged gradient before clipping, or of what is clipped in its stead (`Muon.clip_directions`); None where nothing
+            asked for it.
         skipped: Whether the update was left out because a gradient was not finite.
         scale: The loss scale the step's gradients were made with.
         nonfinite: The first parameter, in registration order, whose gradient is not finite; None where the norm is.
@@ -388,7 +393,11 @@ class ShardedOptimizer(Optimizer):
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         finite = norm is None or math.isfinite(norm)
         culprit = None if finite else first_nonfinite(self.sharding, units)
-        skipped, clip = not finite and self._skips(culprit), self._clip(norm)
+        skipped = not finite and self._skips(culprit)
+        if not skipped and norm is not None and isinstance(self.inner, Muon) and self.inner.clip_directions:
+            make_directions(units, self._remaining, facts.unused, self.inner)
+            norm = self._measure(units) * average
+        clip = self._clip(norm)
         attributes = runtime.reducing.attributes
         stay = attributes.keeps
         if not skipped:
@@ -428,6 +437,15 @@ class ShardedOptimizer(Optimizer):
         rule = self.sharding.precision.scale
         judged = self.judge is not None and (rule is None or rule.static is not None) and self.judge(culprit)
         return judged or self.sharding.precision.skip_nonfinite or self._scale is not None
+
+    def _measure(self, units: Sequence[Unit]) -> float:
+        """Return the norm of what gradients are now, as summed over the ranks. Collective."""
+        everyone, square = self.sharding.everyone, square_of(units, self._divisor)
+        if everyone.size > 1:
+            message = torch.tensor([square], dtype=torch.float64, device=metadata_device(everyone))
+            comm.all_reduce(message, group=everyone, unit="norm")
+            square = message.item()
+        return math.sqrt(square) if square >= 0 else math.nan
 
     def _clip(self, norm: float | None) -> float:
         clip = self.sharding.options.clip

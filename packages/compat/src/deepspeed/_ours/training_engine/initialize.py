@@ -41,6 +41,7 @@ from ds_data.token_dropping import is_converted
 from ds_engine import Plan, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, check_model, shapes_of, slices_of
 from ds_engine.config import Config
+from ds_engine.config_sections import MuonSection
 from ds_engine.init_args import say_overridden
 from ds_engine.loader import ResumableLoader
 from ds_engine.mixed_precision import precision_of
@@ -91,7 +92,7 @@ def initialize(
     resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu, slices_of(model))
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
-    resolved = _with_codes(_as_upstream_takes(resolved, model), model, optimizer)
+    resolved = _clipped_as_upstream(_with_codes(_as_upstream_takes(resolved, model), model, optimizer))
     _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
@@ -119,7 +120,6 @@ def initialize(
             counted,
             plan.batch,
         )
-    _say_muon_is_not_clipped(plan)
     chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
     data = training_data if chosen else None
     parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer, True)
@@ -274,15 +274,20 @@ def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer:
         )
 
 
-def _say_muon_is_not_clipped(plan: Plan) -> None:
-    kind = "" if plan.config.optimizer is None else plan.config.optimizer.type
-    if kind.lower() == "muon" and plan.clip is not None and plan.residency.shard_optim and world_group().rank == 0:
-        logger.warning(
-            "Muon with gradient_clipping %g: DeepSpeed clips the orthogonalized updates at stages 1 to 3, which makes steps of matrices smaller by a "
-            "factor that grows with the model; here gradients are clipped, as at stage 0, which changes no direction. Lower muon_lr where it was "
-            "tuned with DeepSpeed (the page of differences says by how much)",
-            plan.clip,
-        )
+def _clipped_as_upstream(config: Config) -> Config:
+    """Return the configuration with Muon's directions clipped where upstream's stages 1 to 3 do it, unless it says which.
+
+    Its optimizer of stage 1 for weights in bf16 and sums in fp32, on the device, clips gradients, as stage 0.
+    """
+    section, zero, formats = config.optimizer, config.zero_optimization, precision_of(config)
+    wide = (formats.param, formats.accumulate) == (torch.bfloat16, torch.float32)
+    offloaded = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    if zero.stage == 0 or (zero.stage == 1 and wide and not offloaded):
+        return config
+    if not isinstance(section, MuonSection) or "clip_directions" in section.params.model_fields_set:
+        return config
+    params = section.params.model_copy(update={"clip_directions": True})
+    return config.model_copy(update={"optimizer": section.model_copy(update={"params": params})})
 
 
 def _is_of_sequences(mpu: Any, shared: int) -> bool:
