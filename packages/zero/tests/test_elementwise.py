@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 import ds_zero
+from ds_comm.placement import Box
+from ds_comm.reduction_group import Logical
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
+from ds_zero.layout.shard_options import OptimizerTraits
 from ds_zero.update import probe, wrapped_optimizer
-from ds_zero.update.wrapped_optimizer import traits_of
+from ds_zero.update.wrapped_optimizer import tell_parts, traits_of
 
 sys.path.append(str(Path(__file__).parent / "world"))
 import foreign
@@ -229,3 +232,17 @@ def test_asking_leaves_optimizer_and_randomness_alone():
     assert torch.equal(before, torch.random.get_rng_state())
     assert not optimizer.state
     assert all(a["params"] is b["params"] for a, b in zip(groups, optimizer.param_groups, strict=True))
+
+
+def test_optimizers_of_whole_tensors_are_told_of_parts(caplog):
+    """A stack of experts that is cut by their number is whole for Muon, which takes matrices one by one, and has one norm for LAMB."""
+    experts = Logical("experts", (4, 6, 5), Box((2, 0, 0), (2, 6, 5)))
+    cut = Logical("cut", (6, 5), Box((0, 0), (3, 5)))
+    whole = Logical("whole", (6, 5), Box((0, 0), (6, 5)))
+    groups = {0: OptimizerTraits("whole"), 1: OptimizerTraits("flat")}
+    told = []
+    for kind in (optim.Muon, optim.Lamb):
+        caplog.clear()
+        tell_parts(kind(params()), groups, [(0, experts), (0, cut), (0, whole), (1, cut)])
+        told.append([record.args[1:] for record in caplog.records])
+    assert told == [[(1, "cut")], [(2, "experts, cut")]]

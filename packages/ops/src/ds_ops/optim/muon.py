@@ -132,7 +132,6 @@ class Muon(OpsOptimizer):
 
     elementwise: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    clip_directions: bool = False  # for optimizers pickled before there was a choice
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, UnsupportedError
-from ds_ops.optim import OpsOptimizer
+from ds_ops.optim import Muon, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
@@ -96,17 +96,18 @@ def _answer(
 def tell_parts(
     optimizer: Optimizer, habits: Mapping[int, OptimizerTraits], logical: Sequence[tuple[int, Logical]]
 ) -> None:
-    """Warn where an optimizer that needs whole parameters gets parts that tensor parallelism has cut.
+    """Warn where an optimizer that needs whole parameters gets parts, which tensor or expert parallelism has cut.
 
     Args:
-        logical: Of each parameter, its optimizer group and which part of which tensor it is. A stack of matrices may be cut between them.
+        logical: Of each parameter, its optimizer group and which part of which tensor it is. Muon does not mind where a stack of matrices is cut
+            between them (experts by number); others have a norm of the stack.
     """
-    parts = [
-        part.name
-        for group, part in logical
-        if habits[group].layout == "whole"
-        and part.box.shape[len(part.shape) > 2 :] != part.shape[len(part.shape) > 2 :]
-    ]
+    stacks = isinstance(optimizer, Muon)
+    parts = []
+    for group, part in logical:
+        first = int(stacks and len(part.shape) > 2)
+        if habits[group].layout == "whole" and part.box.shape[first:] != part.shape[first:]:
+            parts.append(part.name)
     if parts:
         _log.warning(
             "%s steps whole parameters, and %d are parts of tensors whose other parts are on other ranks (%s): each part is stepped by its own "
