@@ -87,4 +87,4 @@ def test_the_modules_of_a_step_in_shared_memory(stage, most, precision):
 @world(2)
 def test_the_calls_of_a_step_of_small_layers(stage):
     calls = calls_of_a_step(24, 64, stage, None)
-    assert calls.total() <= 1100, calls.most_common(8)
+    assert calls.total() <= 600, calls.most_common(8)

@@ -33,7 +33,7 @@ from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_p
 from ds_zero.offload.weight_copies import WeightCopies, crosses_link
 from ds_zero.planning.unit_plan import ParamStorage, UnitPlan
 from ds_zero.runtime.init_shards import is_scattered
-from ds_zero.runtime.sharded_parameter import AccessHandler, keep, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import AccessHandler, guard, release, restore, unguard
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "copy_edits", "parts_of", "storage_of"]
@@ -201,16 +201,13 @@ class PrivateStorage:
     def arrived(self) -> None:
         """End a gather that is complete, for the host and for the current stream."""
         self._works.clear()
-        for param in self._unit.params if self._guarded else ():
-            restore(param)
-            unkeep(param)
+        if self._guarded:
+            unguard(self._unit.params)
         self._guarded = False
 
     def guard(self, handler: AccessHandler) -> None:
         """Make every use of the parameters ask `handler`, until `finish`."""
-        for param in self._unit.params:
-            keep(param, handler, weakly=True)
-            release(param)
+        guard(self._unit.params, handler)
         self._guarded = True
 
     def release(self, *, spare_aliases: bool) -> None:

@@ -33,11 +33,13 @@ __all__ = [
     "AccessHandler",
     "Placeholder",
     "ShardedParameter",
+    "guard",
     "keep",
     "keeper_of",
     "placeholder_of",
     "release",
     "restore",
+    "unguard",
     "unkeep",
 ]
 
@@ -125,6 +127,25 @@ def release(param: Tensor) -> None:
 def restore(param: Tensor) -> None:
     """Restore the class of `param`, whose values may be used freely again."""
     param.__class__ = param.__dict__[_CLASS]
+
+
+def guard(params: Sequence[Tensor], keeper: AccessHandler) -> None:
+    """Do what `keep`, weakly, and `release` do, for all parameters of a unit in every step."""
+    link = _KeeperLink(weakref.ref(keeper))
+    for param in params:
+        known = param.__dict__
+        known[_KEEPER] = link
+        if type(param) is not ShardedParameter:
+            known[_CLASS] = param.__class__
+            param.__class__ = ShardedParameter
+
+
+def unguard(params: Sequence[Tensor]) -> None:
+    """Do what `restore` and `unkeep` do, after `guard`."""
+    for param in params:
+        known = param.__dict__
+        param.__class__ = known.pop(_CLASS)
+        del known[_KEEPER]
 
 
 def _keeper(param: Tensor) -> AccessHandler:
