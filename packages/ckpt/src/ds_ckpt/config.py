@@ -114,7 +114,7 @@ class CheckpointConfig(StrictModel):
     ] = "Warn"
     load_universal: bool = False
     use_node_local_storage: Annotated[
-        bool, Unsupported("`near` keeps copies on the nodes, and drains them to a directory that all share")
+        bool, Unsupported("`checkpoint.local` keeps copies on the nodes, and drains them to a directory that all share")
     ] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     checkpoint_serialization: Annotated[
