@@ -3,7 +3,7 @@
 Between the stream of a save (see `writer`) and the storage: what is written to the stream comes by here, block by block. A block is
 named by its digest; one that a checkpoint of the same root holds is not written again (`incremental`), whatever its tensor is called
 now. So files of blocks are shared by checkpoints: they lie beside them, and go when the last checkpoint that refers to them does
-(see `catalog.prune`). Without `incremental` the file lies in the checkpoint, as others do.
+(see `checkpoint_list.prune`). Without `incremental` the file lies in the checkpoint, as others do.
 
 Costs one more copy of the bytes, and BLAKE2b of them where saves are incremental.
 """

@@ -2,7 +2,7 @@
 
 `save`, on every rank of the group:
  1. agree on place, meta and whether a layout changed            all ranks: one small message a doubling of the world
- 2. plan: who writes what                                        see `planning`; only when a layout changed
+ 2. plan: who writes what                                        see `save_planner`; only when a layout changed
  3. create the draft                                             rank 0
  4. write and sync this rank's file                              ranks that were given elements
  5. say where everything is: in a leaf, or to rank 0             the same ranks

@@ -1,9 +1,9 @@
 """A save's plan, made by some ranks for all: what each does grows with what it holds, not with the world.
 
 The *planner* of a tensor is a rank that its name decides. Each rank sends the planners of its tensors what it holds (`described`);
-each planner plans its tensors as `plan.plan_save` does (`planned`) and sends each holder what to write (`entries_of`). Up to `SHARDS_ALONE` shards
+each planner plans its tensors as `save_plan.plan_save` does (`planned`) and sends each holder what to write (`entries_of`). Up to `SHARDS_ALONE` shards
 rank 0 plans for all; beyond there are as many planners as shards fill. Ranks agree on the number before, by a maximum.
-Nothing here communicates: messages are bytes by rank, and `agree.Ranks.route` carries them.
+Nothing here communicates: messages are bytes by rank, and `Coordinator.route` carries them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def planned(came: Mapping[int, bytes], rank: int, world: int) -> tuple[dict[int,
     """Plan the tensors of this planner; return the answer to each rank that sent shards, and the planned tensors.
 
     Raises:
-        CheckpointError: as `plan.plan_save`.
+        CheckpointError: as `save_plan.plan_save`.
     """
     requests: list[list[TensorShard]] = [[] for _ in range(world)]
     numbers: dict[int, list[int]] = {}

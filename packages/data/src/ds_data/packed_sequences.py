@@ -2,7 +2,7 @@
 
 Sequence i has the values from i*length to i*length + length of all documents one after the other: `length` inputs and, one further, their
 labels. Nothing is padded and nothing is lost but an incomplete sequence at the end. Where a document begins, position ids begin at 0 again, document
-ids count up, and the label of a document's last token is `IGNORED`: the model is not trained to guess the beginning of an unrelated text.
+ids count up, and the label of a document's last token is `IGNORE_INDEX`: the model is not trained to guess the beginning of an unrelated text.
 """
 
 from __future__ import annotations

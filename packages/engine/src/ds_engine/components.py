@@ -27,7 +27,7 @@ __all__ = ["Components", "RunCounters"]
 
 @dataclass(slots=True)
 class Components:
-    """What an engine holds; made by `ds_engine.build`.
+    """What an engine holds; made by `ds_engine.builder`.
 
     Attributes:
         module: The model, on its device and sharded.

@@ -1,4 +1,4 @@
-"""What will be done: a printable record. No tensor, no group. `planning` decides it."""
+"""What will be done: a printable record. No tensor, no group. `planner` decides it."""
 
 from __future__ import annotations
 

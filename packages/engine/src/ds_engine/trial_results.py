@@ -1,4 +1,4 @@
-"""What a trial answers: records of what an engine measured, as JSON. `measuring` makes them.
+"""What a trial answers: records of what an engine measured, as JSON. `trial_recorder` makes them.
 
 A *trial* is a run of the user's own script whose engine measures a few steps, writes `TrialResult`, and ends the process.
 """
@@ -61,7 +61,7 @@ class TrialResult:
         device: Kind of the accelerator.
         model_bytes: Of the model's parameters then.
         saved_bytes: What one forward keeps for backward.
-        layers, links, shapes: With `Order.detail`.
+        layers, links, shapes: With `TrialSpec.detail`.
         flops: Of one forward; 0 where they were not counted.
         rehearsed: The other ranks were not there: times of messages are those of described links.
     """

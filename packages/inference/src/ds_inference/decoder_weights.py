@@ -134,7 +134,7 @@ def read_weights(
     """Read the weight of every role from a checkpoint.
 
     Args:
-        checkpoint: Names to tensors, or to codes (`packed`).
+        checkpoint: Names to tensors, or to codes (`packed_checkpoints`).
         keep: Converts a role's full tensor: casts, shards, quantizes; returns None to drop the tensor. Called once a
         role, in order.
     Raises:

@@ -94,7 +94,7 @@ def load(
             later changes of a module have no effect. None: for folders, and where weights are quantized; not with
             adapters.
         adapters: Names and folders of LoRA adapters that requests may select.
-        group: Tensor-parallel ranks; all of them make the same calls (`ranks`). None: this rank only.
+        group: Tensor-parallel ranks; all of them make the same calls (`rank_worker`). None: this rank only.
         enable_expert_parallel: Whole experts are distributed over the group's ranks, instead of sharding each expert.
         use_module_forward: The module runs through its own forward, declared or not, and its weights are not read here:
         for a module

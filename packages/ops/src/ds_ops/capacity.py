@@ -1,6 +1,6 @@
 """Experts that take so many slots and no more: which slots stay, decided the same way on every run and every device.
 
-Words: as `routing` has them. `sort_slots(experts, E, keep=within_capacity(...))` puts the slots that were dropped past
+Words: as `moe_routing` has them. `sort_slots(experts, E, keep=within_capacity(...))` puts the slots that were dropped past
 the last end, where `grouped_matmul` makes zeros of them. Nothing is read from a device.
 """
 

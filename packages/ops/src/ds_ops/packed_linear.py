@@ -1,4 +1,4 @@
-"""A product with a packed matrix (`decoder.pack`) by itself: what the layer loop of `decoder` does, as an op."""
+"""A product with a packed matrix (`packed_weights.pack`) by itself: what the layer loop of `native_decoder` does, as an op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """Compute y = x @ W^T + bias, inputs rounded as the packing says, sums in fp32, outputs in their original order.
 
     Args:
-        x: [..., K], fp32, on the CPU. weight: of `decoder.pack`, [N, K].
+        x: [..., K], fp32, on the CPU. weight: of `packed_weights.pack`, [N, K].
     Returns: fp32 [..., N]; gated halves follow each other as before packing. There is no gradient.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows picked by number: copied, or summed with weights. What `routing` and expert parallelism move. None of it has a gradient."""
+"""Rows picked by number: copied, or summed with weights. What `moe_routing` and expert parallelism move. None of it has a gradient."""
 
 from __future__ import annotations
 

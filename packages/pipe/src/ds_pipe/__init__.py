@@ -4,7 +4,7 @@
     0F0 0B0 0F1 0B1 0F2 0B2*
 
 Order of the files: actions, costs and placement; the generator (`listing`), its schedules by name (`programs`) and the clock
-they are compared by (`timing`); passes, verify, runner: none of these needs torch or a process group. Then models: partition,
+they are compared by (`schedule_timing`); passes, verify, runner: none of these needs torch or a process group. Then models: partition,
 layers and module cut them, a stage runs one part of one, links carry values between them, the executor runs a rank's program.
 """
 

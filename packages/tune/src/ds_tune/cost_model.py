@@ -165,7 +165,7 @@ def calibrate(trials: Sequence[Trial]) -> Calibration:
     """Numbers from trials: the first one's structure is the reference, the others of its structure differ in the microbatch.
 
     Args:
-        trials: At least one; the first was made with `Order.detail`.
+        trials: At least one; the first was made with `TrialSpec.detail`.
     """
     first = trials[0]
     same = [t for t in trials if t.candidate.structure == first.candidate.structure]

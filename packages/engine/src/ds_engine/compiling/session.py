@@ -84,7 +84,7 @@ class Session:
         settings: How it is compiled.
         everyone: Ranks that decide alike.
     Attributes:
-        key, measuring: For the graphs, see `frames.Owner`.
+        key, measuring: For the graphs, see `captured_graphs.Owner`.
         steps: Since `start`.
         pieces: Graphs so far.
         seconds: Spent with capturing and lowering.

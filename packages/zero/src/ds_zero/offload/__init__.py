@@ -1,1 +1,1 @@
-"""State that rests elsewhere than on the device: in host memory, or in files. `placement.Placement` is what to start with."""
+"""State that rests elsewhere than on the device: in host memory, or in files. `OffloadPolicy` is what to start with."""

@@ -5,7 +5,7 @@ each rank *sends*: its chunk of full, or the shard where nothing else is made of
 that is written once an update, so that gathers recast nothing.
 
     private    every rank keeps full. A gather is an all-gather into it, in place.
-    released   full has no memory between uses; parameters refuse to be used. The plan's `param_tier` says where what is sent is kept.
+    released   full has no memory between uses; parameters refuse to be used. The plan's `offload_params` says where what is sent is kept.
     shared     the ranks of a host keep one copy, *home*; full is this rank's overlay of it (`ds_comm.shm.shm_units`). A gather is a barrier.
 
 A buffer that a collective is using belongs to that collective's handle; `finish` waits for it.
