@@ -55,6 +55,22 @@ def test_edits_of_every_rank_count_once(edit, precision):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@world(2)
+def test_what_is_written_to_the_shards_replaces_edits_before(memory):
+    torch.manual_seed(0)
+    net = nn.Linear(40, 40)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.0), stage=2, memory=memory, precision=BF16)
+    weight = net.weight.detach().clone()
+    by_data(net)
+    optimizer.refresh()  # as a load does
+    for _ in range(2):
+        assert torch.equal(net.weight, weight)
+        net(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @world(2)
 def test_parameters_exist_once_and_steady_steps_take_nothing(stage):

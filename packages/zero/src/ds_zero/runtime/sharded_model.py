@@ -334,6 +334,9 @@ class ShardedModel:
             unit.state_store.fetch()
             unit.mark_updated()
             unit.state_store.store()
+        for host in self.seating.hosts:
+            for number in host.edited():  # what was written is newer, and the next update would adopt the edits
+                host.forget(number)
         self.gather_kept()
         self.arrivals.finish()  # whoever loads may change the files next: no rank leaves before the others have come
 
