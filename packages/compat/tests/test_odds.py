@@ -650,3 +650,21 @@ def test_a_schedule_of_what_is_no_optimizer():
     for made in (lambda: WarmupLR(3), lambda: OneCycle(nn.Linear(1, 1), 0.1, 0.2)):
         with pytest.raises(TypeError, match=r"no torch\.optim\.Optimizer"):
             made()
+
+
+def test_a_method_that_nothing_would_call_is_told(monkeypatch, caplog):
+    from deepspeed import DeepSpeedEngine
+
+    monkeypatch.setattr("deepspeed.utils.logger.propagate", True)
+    monkeypatch.setattr(DeepSpeedEngine, "step", DeepSpeedEngine.step)
+    assert not caplog.messages
+    monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", lambda self: None, raising=False)
+    assert "DeepSpeedEngine.clip_fp32_gradients is set from outside" in caplog.text
+
+
+def test_lines_of_rank_0_are_printed_when_asked_for(capsys):
+    from deepspeed.runtime.zero.partition_parameters import print_rank_0
+
+    print_rank_0("quiet")
+    print_rank_0("loud", force=True)
+    assert capsys.readouterr().out == "loud\n"

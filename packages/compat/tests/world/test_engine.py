@@ -818,6 +818,51 @@ class Scaled(Net):
 
 
 @world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_of_an_average_stand_in_for_the_models_for_a_while(stage):
+    from deepspeed.runtime.utils import all_gather_dp_groups
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def show(shards):
+        groups = zip(optimizer.parallel_partitioned_bit16_groups, shards, optimizer.real_dp_process_group, strict=True)
+        for parts, shard, group in groups:
+            parts[dist.get_rank(group)].data.copy_(shard)
+        all_gather_dp_groups(
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+
+    engine, optimizer, *_ = start(stage, bf16={"enabled": True})
+    plain, *_ = start(stage, bf16={"enabled": True})
+    for step in range(4):
+        x, y = (part.bfloat16() for part in rows(step, engine.mesh.rank))
+        for each in (engine, plain):
+            each.backward((each(x) - y).square().mean())
+            each.step()
+        show([2 * shard for shard in optimizer.single_partition_of_fp32_groups])
+        for mine, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+            torch.testing.assert_close(mine, 2 * other)
+        if step % 2:
+            show(optimizer.single_partition_of_fp32_groups)
+        else:
+            optimizer.update_lp_params()
+    for mine, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        masters = [safe_get_full_fp32_param(param) for param in (mine, other)]
+        torch.testing.assert_close(*masters, rtol=0, atol=0)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.fill_(0.5)
+    optimizer.refresh_fp32_params()
+    assert all(bool((shard[shard != 0] == 0.5).all()) for shard in optimizer.single_partition_of_fp32_groups)
+    for each in (engine, plain):
+        each.destroy()
+    dist.destroy_process_group()
+
+
+@world(2, backend=None)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_dimensions_and_values_that_are_set(stage):
     import deepspeed

@@ -194,6 +194,12 @@ def debug_param2name_id_shape(param: Tensor) -> str:
     return f"{debug_param2name_id(param)} shape={tuple(getattr(param, 'ds_shape', param.shape))}"
 
 
+def print_rank_0(message: object, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0; only if `debug` or `force`."""
+    if (debug or force) and world_group().rank == 0:
+        print(message)
+
+
 def print_rank(*msg: object, force: bool = False) -> None:
     """Print on every rank, with its number; only if `force`."""
     if force:

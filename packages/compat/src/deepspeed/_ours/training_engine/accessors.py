@@ -153,9 +153,9 @@ def add_accessors(
 ) -> None:
     """Give an engine's class the methods and properties of the tables."""
     for name, tells in methods.items():
-        setattr(kind, name, _method(kind, name, tells))
+        type.__setattr__(kind, name, _method(kind, name, tells))  # the class warns of what others set
     for name, tells in properties.items():
-        setattr(kind, name, property(_method(kind, name, tells)))
+        type.__setattr__(kind, name, property(_method(kind, name, tells)))
 
 
 def _method(kind: type, name: str, tells: Tells) -> Tells:

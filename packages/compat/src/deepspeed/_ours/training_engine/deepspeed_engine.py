@@ -72,7 +72,19 @@ def _counter(field: str, meaning: str) -> Any:
     return property(attrgetter(f"counters.{field}"), lambda self, value: self._count(field, value), doc=meaning)
 
 
-class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type: ignore[misc]  # upstream asks for states in other words
+class _TellsOfPatches(type):
+    """Warns where a program replaces a method of upstream's engine that this one does not have: nothing would call it."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if not hasattr(cls, name) and not name.startswith("__"):
+            logger.warning(
+                "%s.%s is set from outside, and nothing here calls it: if upstream's engine does, that change has no effect",
+                cls.__name__, name,
+            )  # fmt: skip
+        super().__setattr__(name, value)
+
+
+class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine, metaclass=_TellsOfPatches):  # type: ignore[misc]  # upstream asks for states in other words
     """`ds_engine.Engine` under upstream's names; made by `deepspeed.initialize`. Unknown attributes are the model's.
 
     Attributes:

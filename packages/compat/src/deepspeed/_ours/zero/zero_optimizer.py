@@ -224,16 +224,34 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """
         if self.sharding.options.residency.shard_params:
             raise AttributeError("bit16_groups_flat: parameters are sharded")
+        self.sharding.arrivals.finish()  # of the last update, which would overwrite what the caller writes
         return [unit.full for unit in self.sharding.units if unit.spec.trained]
 
     nccl_start_alignment_factor = 2
     """Elements that the parts of `bit16_groups_flat` begin at a multiple of."""
+
+    allgather_bucket_size = 500_000_000
+    """Upstream's default, for callers of `all_gather_dp_groups`, which gathers each tensor at once."""
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
         """The parts of `bit16_groups_flat` whose state each rank has: views, rank by rank."""
         ranks = [unit.groups.shard_group.size for unit in self.sharding.units if unit.spec.trained]
         return [list(flat.chunk(size)) for flat, size in zip(self.bit16_groups_flat, ranks, strict=True)]
+
+    @property
+    def real_dp_process_group(self) -> list[Any]:
+        """torch's group of the ranks that have the parts of each tensor of `bit16_groups_flat`."""
+        return [unit.groups.shard_group.pg for unit in self.sharding.units if unit.spec.trained]
+
+    def refresh_fp32_params(self) -> None:
+        """Copy weights that every rank wrote into the model's parameters to the masters. Collective. The next update would do it, too."""
+        self.sharding.adopt_edits()
+        self.refresh()
+
+    def update_lp_params(self) -> None:
+        """Copy the masters to the model's parameters, after a program wrote into them. Collective."""
+        self.refresh()
 
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
@@ -316,6 +334,25 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """`scale(loss).backward()`."""
         self.scale(loss).backward(retain_graph=retain_graph or None, create_graph=create_graph)
+
+
+def all_gather_dp_groups(
+    groups_flat: Sequence[Tensor],
+    partitioned_param_groups: Sequence[Sequence[Tensor]],
+    dp_process_group: Sequence[Any],
+    start_alignment_factor: int | None = None,
+    allgather_bucket_size: int | None = None,
+) -> None:
+    """Give every rank the others' parts of `bit16_groups_flat`, after each has written its own. Collective.
+
+    Args:
+        partitioned_param_groups: `parallel_partitioned_bit16_groups`, views of `groups_flat`.
+        dp_process_group: `real_dp_process_group`.
+    """
+    del groups_flat, start_alignment_factor, allgather_bucket_size  # each tensor is gathered at once
+    for parts, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+        own = parts[ds_comm.as_group(group).rank].detach()
+        ds_comm.all_gather([part.detach() for part in parts], own.clone(), group=group)
 
 
 class EvenState:
