@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import ds_engine
+import ds_ops
 from ds_config.errors import ConfigError
 from ds_engine.lr_schedules import (
     SCHEDULES,
@@ -247,6 +248,12 @@ def test_a_schedule_without_steps_needs_no_optimizer(kind: str) -> None:
 
 def test_betas_of_an_optimizer_without_them_are_not_scheduled(caplog: pytest.LogCaptureFixture) -> None:
     groups: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.5}]
-    scheduler = LRScheduler(OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.3), groups)
-    assert (scheduler.get_mom(), groups[0]["momentum"]) == (None, 0.5)
-    assert "cycle_momentum" in caplog.text
+    muon = ds_ops.optim.Muon(torch.nn.Linear(2, 2).parameters())  # has betas, of the AdamW inside
+    for some in (groups, muon.param_groups):
+        caplog.clear()
+        scheduler = LRScheduler(OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.3), some)
+        scheduler.step()
+        assert scheduler.get_mom() is None
+        assert "cycle_momentum" in caplog.text
+    assert groups[0]["momentum"] == 0.5
+    assert muon.param_groups[0]["betas"] == (0.9, 0.95)

@@ -264,7 +264,7 @@ class LRScheduler:
         self._write()
 
     def _has_betas(self) -> bool:
-        return any("betas" in group for group in self._groups)
+        return any(_follows(group) for group in self._groups)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next t, or to the one given."""
@@ -306,8 +306,13 @@ class LRScheduler:
         for i, group in enumerate(self._groups):
             t = self.last_batch_iteration
             betas = self.schedule.first_momentum(i) if t < 0 else self.schedule.momentum(t, i)
-            if betas is not None and "betas" in group:
+            if betas is not None and _follows(group):
                 group["betas"] = betas
+
+
+def _follows(group: Mapping[str, Any]) -> bool:
+    """Whether the betas of a group are scheduled: not those of the AdamW inside of Muon, whose own momentum stays, as in DeepSpeed."""
+    return "betas" in group and "use_muon" not in group
 
 
 def set_rates(groups: Sequence[MutableMapping[str, Any]], rates: float | Sequence[float]) -> None:
