@@ -68,6 +68,70 @@ def test_two_halves_ordered_by_hand() -> None:
     torch.testing.assert_close(row.weight.grad, down.weight.grad.chunk(size, 1)[rank])
 
 
+class Ranks:
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def turned(x: Tensor, by: Tensor) -> Tensor:
+    return x * by
+
+
+@pytest.mark.parametrize("post", [False, True])
+@world(2)
+def test_layers_in_two_halves_are_those_of_one_process(post: bool) -> None:
+    from deepspeed.runtime.domino.transformer import DominoTransformer, ModelType
+
+    torch.set_default_dtype(torch.float64)
+    config = SimpleNamespace(
+        **vars(CONFIG), num_layers=2, hidden_size=8, kv_channels=2, num_attention_heads=4, ffn_hidden_size=12,
+        layernorm_epsilon=1e-5, attention_dropout=0.0, hidden_dropout=0.0, add_bias_linear=True, gated_linear_unit=False,
+        apply_residual_connection_post_layernorm=post, domino_intra_layer_overlap=False,
+        init_method=nn.init.normal_, output_layer_init_method=nn.init.normal_,
+    )  # fmt: skip
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    whole = DominoTransformer(config, Ranks(None), turned, ModelType.encoder_or_decoder)
+    part = DominoTransformer(config, Ranks(dist.group.WORLD), turned, ModelType.encoder_or_decoder)
+    for (name, mine), full in zip(part.named_parameters(), whole.parameters(), strict=True):
+        cut = [dim for dim in range(mine.dim()) if mine.shape[dim] != full.shape[dim]]
+        assert bool(cut) == any(word in name for word in ("query_key_value", "fc1", "dense.weight", "fc2.weight"))
+        mine.data.copy_(full.chunk(size, cut[0])[rank] if cut else full)
+    x, weights, angles = torch.randn(5, 4, 8), torch.randn(5, 4, 8), torch.randn(5, 2)
+    grads = []
+    for model in (whole, part):
+        again = x.clone().requires_grad_()
+        out = model(again, None, rotary_pos_emb=angles)
+        (out * weights).sum().backward()
+        grads.append((out, again.grad))
+    plain = x
+    for layer in whole.layers:  # without halves
+        normed = layer.input_layernorm(plain)
+        mixed = layer.self_attention.query_key_value(normed, {}, "")[0].view(5, 4, 4, 6).permute(1, 2, 0, 3)
+        query, key, value = mixed.split(2, dim=3)
+        seen = functional.scaled_dot_product_attention(query * angles, key * angles, value, is_causal=True)
+        out, bias = layer.self_attention.dense(seen.permute(2, 0, 1, 3).reshape(5, 4, 8))
+        plain = out + bias + (normed if post else plain)
+        normed = layer.post_attention_layernorm(plain)
+        out, bias = layer.linear_fc2(functional.gelu(layer.linear_fc1(normed, {}, "")[0]))
+        plain = out + bias + (normed if post else plain)
+    torch.testing.assert_close(grads[0][0], whole.final_layernorm(plain))
+    torch.testing.assert_close(grads[1], grads[0])
+    for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
+        cut = [dim for dim in range(mine.dim()) if mine.shape[dim] != full.shape[dim]]
+        torch.testing.assert_close(mine.grad, full.grad.chunk(size, cut[0])[rank] if cut else full.grad)
+    config.gated_linear_unit = True
+    with pytest.raises(UnsupportedError, match="gated_linear_unit"):
+        DominoTransformer(config, Ranks(None), None, ModelType.encoder_or_decoder)
+    torch.set_default_dtype(torch.float32)
+
+
 def test_a_wait_without_a_sum_is_said() -> None:
     from deepspeed.runtime.domino import async_linear, transformer
 
@@ -77,4 +141,4 @@ def test_a_wait_without_a_sum_is_said() -> None:
     with pytest.raises(AssertionError, match="layers of 0 groups say the ranks"):
         async_linear.DominoAsyncColumnParallelLinearImpl.apply(torch.ones(2, 2), torch.ones(2, 2), None, {}, "key")
     with pytest.raises(UnsupportedError, match="half_batches"):
-        _ = transformer.DominoTransformer
+        _ = transformer.CoreAttention

@@ -55,6 +55,7 @@ class NoOper(torch.autograd.Function):
         if handle is None:
             raise refused("domino-wait", ctx.h_id)
         handle.wait()
+        ctx.handle_dic[ctx.h_id] = None  # it holds the group
         return grads[0], None, None
 
 
