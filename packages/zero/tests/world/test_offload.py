@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_zero
 from ds_testing import world
@@ -179,3 +180,16 @@ def test_whole_parameters_skips_replans_and_suspensions(bench, tmp_path, stage):
     expected = run("device")
     for tier in (HOST, filed(tmp_path)):
         same(run(tier), expected)
+
+
+@world(1)
+def test_gradients_of_equal_matrices_land_in_memory_of_their_own(bench, tmp_path):
+    """A device's gradients of one unit are on the host together: those of two matrices of a size had the same memory."""
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    optimizer = ds_zero.shard(net, muon(net), stage=0, memory="private", offload_optimizer=filed(tmp_path))
+    for unit in optimizer.sharding.units:
+        unit.state_store.fetch()
+        places = [unit.state_store.landing(part.tensor).data_ptr() for part in unit.parts]
+        assert len(places) == len(set(places)) == len(unit.params) == 2
+        assert places == [unit.state_store.landing(part.tensor).data_ptr() for part in unit.parts]
+        unit.state_store.store()

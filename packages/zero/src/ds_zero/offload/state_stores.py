@@ -379,8 +379,9 @@ class FileStateStore(_FileBacked, OptimizerStateStore):
             self.record.begin()
 
     def landing(self, part: Tensor) -> Tensor:
-        # Units are updated one after another, by each thread: one memory for all parts of a size.
-        key, nbytes = ("landing", part.numel(), part.dtype, get_ident()), part.numel() * part.dtype.itemsize
+        # Units are updated one after another, by each thread, and the parts of one together: one memory for those at a place in their unit.
+        start = next(one.start for one in self.unit.parts if one.tensor is part)
+        key, nbytes = ("landing", start, part.numel(), part.dtype, get_ident()), part.numel() * part.dtype.itemsize
         buffer: _Landing = self._pool.shared(key, lambda: _Landing(nbytes, self.unit.device, self.placement.pin))
         return buffer.memory.view(part.dtype)
 
