@@ -291,6 +291,17 @@ def test_a_wrong_model_is_refused_and_left_as_it_was(small):
         init_compression(small, SECTIONS["weights"])
 
 
+def test_related_patterns_may_find_nothing(small, tokens, caplog):
+    pruned = []
+    for related in (["down"], ["down", "norm_that_this_model_lacks"]):
+        net = copy.deepcopy(small)
+        init_compression(net, section(row_pruning=technique({"dense_ratio": 0.5}, ["up"], [related])))
+        redundancy_clean(net)
+        pruned.append(net)
+    assert "norm_that_this_model_lacks" in caplog.text
+    assert torch.equal(pruned[0](tokens), pruned[1](tokens))
+
+
 def test_a_wrong_section_is_refused_with_all_its_problems():
     config = {"compression_training": {
         "weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}},

@@ -215,9 +215,13 @@ class _Making:
                 _log.warning(
                     "compression_training.%s.related_modules has no effect: no layer shrinks by this technique", place
                 )
-            others = [found_by(one, self.recipes) for one in related]
-            for one, row in zip(related, others, strict=True):
-                if len(row) != len(names):
+            found = {one: found_by(one, self.recipes) for one in related}
+            absent = [one for one, row in found.items() if not row]
+            if absent:  # one configuration serves models with norms and without
+                _log.warning("compression_training.%s: related %s find no layer of this model", place, absent)
+            others = [row for row in found.values() if row]
+            for one, row in found.items():
+                if len(row) not in (0, len(names)):
                     raise PlanError(
                         f"compression_training.{place}: {pattern!r} finds {len(names)} layers, its related {one!r} {len(row)}",
                         code="compress-related",
