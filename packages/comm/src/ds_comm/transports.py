@@ -14,14 +14,21 @@ Sums are made in rank order, in fp32 for fp16 and bf16, so they are the same bit
 two ranks they are the bits of torch's all_reduce, which DDP uses. A direct message carries what it is (operation,
 sequence number, unit, dtype, size) in its tag: ranks that disagree never match, so they wait and the recorder tells why, where
 gloo would fill a buffer in part, or abort the process.
+
+gloo's threads, one a group, poll a connection for as long as the rank's own thread holds its lock. Where ranks have no idle core
+beside them, the thread that is woken by a message takes the core from the rank that holds the lock, and polls until the
+scheduler gives it back, some 3 ms later. Scheduled as batch work they do not interrupt a thread that runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -276,8 +283,23 @@ class ShmTransport(Transport):
 
 
 def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
-    """Return the transport of each device type that `pg` communicates."""
-    return {device: TRANSPORTS.get((name, device), Transport) for device, name in backend_names(pg).items()}
+    """Return the transport of each device type that `pg` communicates; gloo's threads are scheduled as batch work from then on."""
+    names = backend_names(pg)
+    if "gloo" in names.values():
+        _schedule_as_batch("gloo_tcp_loop")
+    return {device: TRANSPORTS.get((name, device), Transport) for device, name in names.items()}
+
+
+def _schedule_as_batch(thread_name: str) -> None:
+    """Let this process's threads of a name wait for a running thread instead of interrupting it, on Linux.
+
+    Threads whose scheduling policy someone has chosen keep it.
+    """
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread may have ended, and a sandbox may forbid it
+            thread = int(task.name)
+            if (task / "comm").read_text().strip() == thread_name and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 TRANSPORTS: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport, ("shm", "cpu"): ShmTransport}

@@ -1,8 +1,10 @@
 """A twin has the same ranks and carries the traffic of another thread."""
 
+import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +148,23 @@ def test_a_monitored_barrier_names_the_missing_ranks_of_any_group(backend: str) 
                 time.sleep(1.5)
     finally:
         ds_comm.destroy_process_group()
+
+
+def _gloo_threads() -> dict[int, int]:
+    """Scheduling policies of this process's gloo threads by thread."""
+    tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().strip() == "gloo_tcp_loop"]
+    return {int(t.name): os.sched_getscheduler(int(t.name)) for t in tasks}
+
+
+@world(2)
+def test_gloo_waits_for_a_running_thread_instead_of_interrupting_it():
+    before = set(_gloo_threads())
+    chosen, plain = (dist.new_group([0, 1]) for _ in range(2))
+    first, second = sorted(set(_gloo_threads()) - before)
+    os.sched_setscheduler(first, os.SCHED_IDLE, os.sched_param(0))
+    as_group(chosen), as_group(plain)
+    after = _gloo_threads()
+    assert (after[first], after[second]) == (os.SCHED_IDLE, os.SCHED_BATCH)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # a rank's own thread is as it was
+    dist.destroy_process_group(chosen)
+    dist.destroy_process_group(plain)
