@@ -216,7 +216,7 @@ CASES: dict[str, list[Case]] = {
     "copy_ranges": [
         Case(
             same_shape(2),
-            lambda out, x: (copy_ranges(out, [(1, x, 0, out.numel() - 1), (0, x, 1, 1)] if out.numel() > 1 else []),),
+            lambda out, x: (copy_ranges(out, [(x, [(0, 1, out.numel() - 1), (1, 0, 1)])] if out.numel() > 1 else []),),
             grads=False,
             exact=True,
             fine=frozenset({(0, "shape"), (1, "shape")}),

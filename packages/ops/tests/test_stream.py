@@ -140,36 +140,40 @@ def test_ranges_come_where_they_belong_and_nothing_else_changes(
     data: st.DataObject, dtype: torch.dtype, threads: int
 ) -> None:
     sources = [torch.arange(300_000).to(dtype), torch.arange(100).to(dtype).view(10, 10)]
-    out, at, ranges = torch.zeros(501_000, dtype=dtype), 0, []
+    out, at, moves = torch.zeros(501_000, dtype=dtype), 0, []
     for _ in range(data.draw(st.integers(0, 5))):
         x = data.draw(st.sampled_from(sources))
         n = data.draw(st.sampled_from([0, 1, 63, x.numel() // 3]))
         start = data.draw(st.integers(0, x.numel() - n))
         at += data.draw(st.integers(0, 70))
-        ranges.append((at, x, start, n))
+        moves.append((x, [(start, at, n)]))
         at += n
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    assert copy_ranges(out, ranges) is out
+    # Ranges of one source in one entry or in several.
+    joint = [(x, [move for y, ranges in moves for move in ranges if y is x]) for x in sources]
+    assert copy_ranges(out, data.draw(st.sampled_from([moves, joint]))) is out
     torch.set_num_threads(before)
     expected = torch.zeros_like(out)
-    for at, x, start, n in ranges:
+    for x, [(start, at, n)] in moves:
         expected[at : at + n] = x.view(-1)[start : start + n]
     assert torch.equal(out, expected)
 
 
 def test_a_range_that_does_not_fit_is_refused_and_nothing_is_written() -> None:
-    out, x = torch.zeros(10), torch.ones(10)
+    shared, x = torch.zeros(20), torch.ones(10)
+    out = shared[:10]
     wrong = [
-        (0, x, 5, 6),
-        (5, x, 0, 6),
-        (-1, x, 0, 2),
-        (0, x, -1, 2),
-        (0, x.double(), 0, 1),
-        (0, x.view(5, 2).t(), 0, 1),
-        (0, out, 0, 1),
+        (x, [(5, 0, 6)]),
+        (x, [(0, 5, 6)]),
+        (x, [(0, -1, 2)]),
+        (x, [(0, 3, 1), (-1, 0, 2)]),
+        (x.double(), [(0, 0, 1)]),
+        (x.view(5, 2).t(), [(0, 0, 1)]),
+        (out, [(0, 0, 1)]),
+        (shared[5:15], [(0, 0, 1)]),
     ]
     for bad in wrong:
         with pytest.raises(KernelError):
-            copy_ranges(out, [(0, x, 0, 1), bad])
+            copy_ranges(out, [(x, [(0, 0, 1)]), bad])
         assert not out.any()

@@ -56,6 +56,6 @@ def test_a_limit_ends_when_its_block_raises() -> None:
 def test_a_kernel_is_told_the_limit() -> None:
     module = mock.Mock(copy_ranges=mock.Mock(return_value=0))
     with mock.patch.object(_call, "native", return_value=module), at_most(3):
-        copy_ranges(torch.empty(4), [(0, torch.ones(4), 0, 4)])
+        copy_ranges(torch.empty(4), [(torch.ones(4), [(0, 0, 4)])])
     *_, threads = module.copy_ranges.call_args.args
     assert threads == 3

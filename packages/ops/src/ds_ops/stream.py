@@ -32,6 +32,7 @@ __all__ = [
 
 _WITHOUT_FP64 = ("mps",)
 _ROW = 4096
+_Ranges = Sequence[tuple[Tensor, Sequence[tuple[int, int, int]]]]
 
 
 def sum_squares(x: Tensor) -> float:
@@ -169,15 +170,15 @@ def differs_from_cast(out: Tensor, x: Tensor) -> Tensor:
     return result
 
 
-def copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
-    """Copy out[at : at + n] = x[start : start + n] of flattened tensors, for each (at, x, start, n). Returns `out`.
+def copy_ranges(out: Tensor, sources: _Ranges) -> Tensor:
+    """Copy out[at : at + n] = x[start : start + n] of flattened tensors, for each (start, at, n) of each source x. Returns `out`.
 
     Args:
         out: contiguous; fp32, bf16, fp16, fp64 (others through torch).
-        ranges: each `x` contiguous, of out's dtype and device, disjoint from `out`; no two write the same element.
+        sources: Tensors with their ranges: contiguous, of out's dtype and device, disjoint from `out`; no two ranges write the same element.
     Cost: one read, one write: large ranges are next read by another core, so they bypass the cache.
     """
-    return choose(_COPY_RANGES, out.device.type, out.dtype).backend.run(out, ranges)
+    return choose(_COPY_RANGES, out.device.type, out.dtype).backend.run(out, sources)
 
 
 def fill(out: Tensor, value: float) -> Tensor:
@@ -248,42 +249,42 @@ def _cuda_differs(out: Tensor, x: Tensor) -> Tensor:
     return cuda_stream.differs_from_cast(out, x)
 
 
-def _cpu_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
-    to, of, nbytes = _check_ranges(out, ranges)
+def _cpu_copy_ranges(out: Tensor, sources: _Ranges) -> Tensor:
+    to, of, nbytes = _check_ranges(out, sources)
     _call.finish("copy_ranges", _call.native().copy_ranges(to, of, nbytes, kernel_threads()))
     _call.mark_written([out])
     return out
 
 
-def _check_ranges(
-    out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]
-) -> tuple[list[int], list[int], list[int]]:
+def _check_ranges(out: Tensor, sources: _Ranges) -> tuple[list[int], list[int], list[int]]:
     """Check the ranges and return the target address, source address and bytes of each."""
-    numel, size, dtype, device = out.numel(), out.element_size(), out.dtype, out.device
-    begin = _call.reach("out", out, 0, numel, out)
-    end = begin + numel * size
-    to, of, nbytes = [], [], []
-    for number, (at, x, start, n) in enumerate(ranges):
-        length = n * size
-        # What `reach` does, of which there are dozens of calls.
-        plain = x.dtype is dtype and x.is_contiguous() and 0 <= start <= x.numel() - n and x.device == device
-        address = x.data_ptr() + start * size if plain else 0
-        if address <= start * size:
-            address = _call.reach("ranges", x, start, n, out)
-        if (not 0 <= at <= numel - n or begin - length < address < end) and length:
-            _call.reach(f"ranges[{number}] of out", out, at, n, out)
-            _call.require_disjoint(out=out, **{f"ranges[{number}]": x})
-        to.append(begin + at * size)
-        of.append(address)
-        nbytes.append(length)
+    numel, size, dtypes, device = out.numel(), out.element_size(), (out.dtype,), out.device
+    begin = _call.address(_call.require("out", out, dtypes=dtypes))
+    to, of, nbytes = list[int](), list[int](), list[int]()
+    for x, ranges in sources:
+        if x.dtype is not dtypes[0] or not x.is_contiguous() or x.device != device or not x.data_ptr():
+            _call.require("sources", x, dtypes=dtypes, device=device)
+        first, length = x.data_ptr(), x.numel()
+        for start, at, n in ranges:
+            if not (0 <= start <= length - n and 0 <= at <= numel - n):
+                raise _call.refuse(
+                    f"copy_ranges: elements {start} to {start + n} of {length}, to {at} of {numel}.",
+                    "Pass ranges inside of the tensors.",
+                )
+            to.append(begin + at * size)
+            of.append(first + start * size)
+            nbytes.append(n * size)
+        if begin - length * size < first < begin + numel * size and any(n for _, _, n in ranges):
+            _call.require_disjoint(out=out, sources=x)
     return to, of, nbytes
 
 
-def _reference_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
-    _check_ranges(out, ranges)
+def _reference_copy_ranges(out: Tensor, sources: _Ranges) -> Tensor:
+    _check_ranges(out, sources)
     with torch.no_grad():
-        for at, x, start, n in ranges:
-            out.view(-1)[at : at + n].copy_(x.view(-1)[start : start + n])
+        for x, ranges in sources:
+            for start, at, n in ranges:
+                out.view(-1)[at : at + n].copy_(x.view(-1)[start : start + n])
     return out
 
 

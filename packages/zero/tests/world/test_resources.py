@@ -121,9 +121,10 @@ class Copies(TorchDispatchMode):
         self._counting.stop()
         return super().__exit__(*error)
 
-    def _copy_ranges(self, out, ranges):
-        self.bytes["copy_ranges"] = self.bytes.get("copy_ranges", 0) + sum(n * out.itemsize for *_, n in ranges)
-        return copy_ranges(out, ranges)
+    def _copy_ranges(self, out, sources):
+        numel = sum(n for _, ranges in sources for *_, n in ranges)
+        self.bytes["copy_ranges"] = self.bytes.get("copy_ranges", 0) + numel * out.itemsize
+        return copy_ranges(out, sources)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

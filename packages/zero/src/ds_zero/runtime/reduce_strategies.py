@@ -178,34 +178,33 @@ class ShmReduceScatter(_Direct):
     def _publish(self, grads: Mapping[int, Tensor], finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, self._dtype, finish)
         slot_memory, part = self._slot.local, self._part
-        blanks, moves, odd = list(self._blanks), [], []
+        blanks, sources, odd = list(self._blanks), [], []
         for member, whole in enumerate(self._whole):
             grad = grads.get(member)
             if grad is None:
                 blanks += whole
-                continue
-            if grad.dtype is not self._dtype or not grad.is_contiguous():
+            elif grad.dtype is not self._dtype or not grad.is_contiguous():
                 odd += [(slot_memory[at : at + n], grad.reshape(-1)[start : start + n]) for start, at, n in whole]
-                continue
-            if member in part:
+            elif member in part:
                 self._hold(member, grad)
-            for start, at, n in part.get(member, whole):
-                moves.append((at, grad, start, n))
+                sources.append((grad, part[member]))
+            else:
+                sources.append((grad, whole))
         for _, at, n in blanks:
             slot_memory[at : at + n].zero_()
         if odd:
             foreach_copy([there for there, _ in odd], [grad for _, grad in odd])
-        if moves:
-            copy_ranges(slot_memory, moves)
+        if sources:
+            copy_ranges(slot_memory, sources)
 
     def _publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, flat.dtype, finish)
-        places = []
+        places: list[_Place] = []
         for segment, (_, end) in zip(self.layout.segments, self.layout.spans, strict=True):
             chunk_start = segment.start + self.rank * segment.chunk
             places += self._rotated(segment.start, chunk_start, segment.start)
             places += self._rotated(chunk_start + segment.chunk, end, chunk_start + segment.chunk)
-        copy_ranges(self._slot.local, [(at, flat, start, n) for start, at, n in places])
+        copy_ranges(self._slot.local, [(flat, places)])
 
     def _post(self) -> None:
         self.host.post(self.slot, self.name)

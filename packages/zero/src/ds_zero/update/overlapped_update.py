@@ -278,7 +278,7 @@ class _Kept:
         if shapes != [(t.numel(), t.dtype) for t in tensors]:
             self._memory = [torch.empty(t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
         for buffer, tensor in zip(self._memory, tensors, strict=True):
-            copy_ranges(buffer, [(0, tensor.detach(), 0, tensor.numel())])
+            copy_ranges(buffer, [(tensor.detach(), [(0, 0, tensor.numel())])])
         self._tensors = tensors
         self._others = [(states(part), state) for part, state in zip(unit.parts, snapshots, strict=True)]
 
