@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,17 +129,31 @@ def groups() -> list[dict[str, Any]]:
     return [{"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 5e-4}]
 
 
+def holding(groups: list[dict[str, Any]]) -> SimpleNamespace:
+    return SimpleNamespace(param_groups=groups)
+
+
+def test_groups_that_an_optimizer_loads_are_followed() -> None:
+    """torch's `load_state_dict` makes a new list of new groups; the rates went into the old ones."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = LRScheduler(WarmupLR(warmup_max_lr=0.4, warmup_num_steps=4, warmup_type="linear"), optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(4):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_lr()[0] == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize("schedule", ALL, ids=lambda s: type(s).__name__)
 def test_resume_anywhere_gives_the_same_values(schedule: Schedule) -> None:
     straight = groups()
-    scheduler = LRScheduler(schedule, straight)
+    scheduler = LRScheduler(schedule, holding(straight))
     seen = []
     for _ in range(30):
         seen.append([dict(group) for group in straight])
         scheduler.step()
     for at in (0, 1, 7, 29):
         resumed = groups()
-        again = LRScheduler(schedule, resumed)
+        again = LRScheduler(schedule, holding(resumed))
         again.load_state_dict({"last_batch_iteration": at - 1})
         assert [dict(group) for group in resumed] == seen[at]
         assert again.state_dict() == {"last_batch_iteration": at - 1}
@@ -147,16 +162,16 @@ def test_resume_anywhere_gives_the_same_values(schedule: Schedule) -> None:
 
 def test_base_lr_survives_a_resume_of_the_groups() -> None:
     trained = groups()
-    scheduler = LRScheduler(WarmupCosineLR(total_num_steps=10, warmup_num_steps=2), trained)
+    scheduler = LRScheduler(WarmupCosineLR(total_num_steps=10, warmup_num_steps=2), holding(trained))
     for _ in range(5):
         scheduler.step()
-    again = LRScheduler(scheduler.schedule, [dict(group) for group in trained])  # lr is already decayed here
+    again = LRScheduler(scheduler.schedule, holding([dict(group) for group in trained]))  # lr is already decayed here
     again.load_state_dict(scheduler.state_dict())
     assert again.get_lr() == scheduler.get_lr()
 
 
 def test_the_first_two_updates_run_at_the_minimum() -> None:
-    scheduler = LRScheduler(WarmupLR(warmup_min_lr=0.25, warmup_max_lr=1.0, warmup_num_steps=4), groups())
+    scheduler = LRScheduler(WarmupLR(warmup_min_lr=0.25, warmup_max_lr=1.0, warmup_num_steps=4), holding(groups()))
     first = scheduler.get_lr()
     scheduler.step()
     assert first == scheduler.get_lr() == [0.25, 0.25]
@@ -164,7 +179,7 @@ def test_the_first_two_updates_run_at_the_minimum() -> None:
 
 def test_momentum_goes_only_where_there_are_betas() -> None:
     both = groups()
-    LRScheduler(ALL[1], both)
+    LRScheduler(ALL[1], holding(both))
     assert both[0]["betas"] == (0.8, 0.99)
     assert "betas" not in both[1]
 
@@ -172,7 +187,7 @@ def test_momentum_goes_only_where_there_are_betas() -> None:
 def test_a_tensor_lr_keeps_its_identity() -> None:
     torch = pytest.importorskip("torch")
     held = torch.tensor(0.5)
-    scheduler = LRScheduler(WarmupLR(warmup_max_lr=1.0, warmup_num_steps=2), [{"lr": held}])
+    scheduler = LRScheduler(WarmupLR(warmup_max_lr=1.0, warmup_num_steps=2), holding([{"lr": held}]))
     for _ in range(4):
         scheduler.step()
     assert held.item() == 1.0
@@ -180,7 +195,7 @@ def test_a_tensor_lr_keeps_its_identity() -> None:
 
 def test_per_group_values_must_fit_the_groups() -> None:
     with pytest.raises(ConfigError) as caught:
-        LRScheduler(LRRangeTest(lr_range_test_min_lr=(0.1, 0.2, 0.3)), groups())
+        LRScheduler(LRRangeTest(lr_range_test_min_lr=(0.1, 0.2, 0.3)), holding(groups()))
     assert caught.value.code == "schedule-groups"
     assert "3 values" in caught.value.message
     assert "2 parameter groups" in caught.value.message
@@ -209,7 +224,7 @@ def test_the_table_is_complete() -> None:
 def test_one_cycle_of_each_group():
     groups = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.9, 0.99)}]
     params = {"cycle_min_lr": (0.001, 0.002), "cycle_max_lr": (0.01, 0.02), "cycle_min_mom": (0.8, 0.85)}
-    scheduler = LRScheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), groups)
+    scheduler = LRScheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), holding(groups))
     assert [group["betas"] for group in groups] == [(0.8, 0.99), (0.85, 0.99)]  # the first update
     assert scheduler.get_mom() == [
         (0.95, 0.99),
@@ -224,7 +239,7 @@ def test_one_cycle_of_each_group():
     assert (
         OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
     )
-    assert LRScheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None
+    assert LRScheduler(WarmupLR(), holding([{"lr": 0.1}])).get_mom() is None
 
 
 @pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
@@ -251,7 +266,7 @@ def test_betas_of_an_optimizer_without_them_are_not_scheduled(caplog: pytest.Log
     muon = ds_ops.optim.Muon(torch.nn.Linear(2, 2).parameters())  # has betas, of the AdamW inside
     for some in (groups, muon.param_groups):
         caplog.clear()
-        scheduler = LRScheduler(OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.3), some)
+        scheduler = LRScheduler(OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.3), holding(some))
         scheduler.step()
         assert scheduler.get_mom() is None
         assert "cycle_momentum" in caplog.text

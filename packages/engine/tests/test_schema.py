@@ -207,7 +207,9 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
         seen += [(k, v) for k, v in vars(optimizer).items() if isinstance(v, int | float | tuple)]
         seen += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     if config.scheduler is not None and isinstance(config.scheduler.params, Schedule):
-        scheduler = LRScheduler(config.scheduler.params, [{"lr": 0.5, "betas": (0.9, 0.9)}])
+        scheduler = LRScheduler(
+            config.scheduler.params, SimpleNamespace(param_groups=[{"lr": 0.5, "betas": (0.9, 0.9)}])
+        )
         for _ in range(60):
             seen += [scheduler.get_lr(), scheduler.schedule.momentum(scheduler.last_batch_iteration)]
             scheduler.step()

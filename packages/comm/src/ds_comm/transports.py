@@ -15,9 +15,10 @@ two ranks they are the bits of torch's all_reduce, which DDP uses. A direct mess
 sequence number, unit, dtype, size) in its tag: ranks that disagree never match, so they wait and the recorder tells why, where
 gloo would fill a buffer in part, or abort the process.
 
-gloo's threads, one a group, poll a connection for as long as the rank's own thread holds its lock. Where ranks have no idle core
+gloo's threads, one a group, poll a connection for as long as the rank's own thread holds its lock. Where ranks have no idle cores
 beside them, the thread that is woken by a message takes the core from the rank that holds the lock, and polls until the
-scheduler gives it back, some 3 ms later. Scheduled as batch work they do not interrupt a thread that runs.
+scheduler gives it back, some 3 ms later. Scheduled as batch work they do not interrupt a thread that runs; where there are cores for all
+they stay as they are, for they are to interrupt other programs.
 """
 
 from __future__ import annotations
@@ -283,11 +284,18 @@ class ShmTransport(Transport):
 
 
 def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
-    """Return the transport of each device type that `pg` communicates; gloo's threads are scheduled as batch work from then on."""
+    """Return the transport of each device type that `pg` communicates; gloo's threads may be scheduled as batch work from then on."""
     names = backend_names(pg)
-    if "gloo" in names.values():
+    on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if "gloo" in names.values() and _crowded(int(on_host) if on_host.isdigit() else pg.size()):
         _schedule_as_batch("gloo_tcp_loop")
     return {device: TRANSPORTS.get((name, device), Transport) for device, name in names.items()}
+
+
+def _crowded(ranks: int) -> bool:
+    """Whether so many ranks of this host, and a thread of gloo's for each, have fewer cores than they are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 2 * ranks > cores
 
 
 def _schedule_as_batch(thread_name: str) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -156,15 +157,17 @@ def _gloo_threads() -> dict[int, int]:
     return {int(t.name): os.sched_getscheduler(int(t.name)) for t in tasks}
 
 
+@pytest.mark.parametrize(("cores", "policy"), [(3, os.SCHED_BATCH), (4, os.SCHED_OTHER)])
 @world(2)
-def test_gloo_waits_for_a_running_thread_instead_of_interrupting_it():
+def test_gloo_waits_for_a_running_thread_where_there_are_no_cores_for_both(cores, policy):
     before = set(_gloo_threads())
     chosen, plain = (dist.new_group([0, 1]) for _ in range(2))
     first, second = sorted(set(_gloo_threads()) - before)
     os.sched_setscheduler(first, os.SCHED_IDLE, os.sched_param(0))
-    as_group(chosen), as_group(plain)
+    with mock.patch("os.sched_getaffinity", return_value=set(range(cores))):
+        as_group(chosen), as_group(plain)
     after = _gloo_threads()
-    assert (after[first], after[second]) == (os.SCHED_IDLE, os.SCHED_BATCH)
+    assert (after[first], after[second]) == (os.SCHED_IDLE, policy)
     assert os.sched_getscheduler(0) == os.SCHED_OTHER  # a rank's own thread is as it was
     dist.destroy_process_group(chosen)
     dist.destroy_process_group(plain)

@@ -93,7 +93,7 @@ class VariableBatchSizeLR:
         lr_scaling_method: "linear", "sqrt" or "none".
         last_epoch: Batches before the first.
         verbose: Log each batch's rates.
-        groups: Parameter groups that the rates are in; those of the scheduler's optimizer by default.
+        optimizer: Whose parameter groups the rates are in; the scheduler's by default.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class VariableBatchSizeLR:
         lr_scaling_method: str = "linear",
         last_epoch: int = -1,
         verbose: bool = False,
-        groups: Sequence[MutableMapping[str, Any]] | None = None,
+        optimizer: Any = None,
     ) -> None:
         self.base_lr_scheduler, self.dataloader = lr_scheduler, dataloader
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.lr_scaling_method, self.verbose = lr_scaling_method, verbose
-        self._groups = lr_scheduler.optimizer.param_groups if groups is None else groups
+        self.optimizer = lr_scheduler.optimizer if optimizer is None else optimizer
         self.base_lrs = [float(group["lr"]) for group in self._groups]
         self._unscaled, self.last_epoch = list(self.base_lrs), last_epoch + 1
         if getattr(lr_scheduler, "last_batch_iteration", 0) < 0:
@@ -119,9 +119,9 @@ class VariableBatchSizeLR:
             self._scale()
 
     @property
-    def optimizer(self) -> Any:
-        """Of the schedule."""
-        return self.base_lr_scheduler.optimizer
+    def _groups(self) -> Sequence[MutableMapping[str, Any]]:
+        groups: Sequence[MutableMapping[str, Any]] = self.optimizer.param_groups
+        return groups  # as they are now: torch's `load_state_dict` puts others in their place
 
     def step(self, epoch: int | None = None, **options: Any) -> None:
         """Set the learning rates for the next batch, after an applied update.

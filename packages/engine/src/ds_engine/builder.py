@@ -208,7 +208,7 @@ def _following(site: BuildContext, loader: ResumableLoader | None) -> Any:
         loader.packing.sizes,
         lr_scaling_method=batching.lr_scaling_method,
         verbose=batching.verbose,
-        groups=optimizer.param_groups,
+        optimizer=optimizer,
     )
 
 

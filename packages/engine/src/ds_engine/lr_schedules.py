@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -235,20 +235,28 @@ def _of(value: PerGroup, group: int) -> float:
     return value[group] if isinstance(value, tuple) else value
 
 
+class HasGroups(Protocol):
+    """An optimizer, as a schedule sees it."""
+
+    @property
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]: ...
+
+
 class LRScheduler:
     """Writes a schedule's values into the parameter groups of an optimizer, in place.
 
     Args:
         schedule: What to follow.
-        groups: The optimizer's own `param_groups`. Each keeps its base lr under `initial_lr`, as torch's schedulers do,
-            so that a resumed optimizer still knows it.
+        optimizer: Whose `param_groups` are written; torch's `load_state_dict` puts others in their place. Each keeps its base lr under
+            `initial_lr`, as torch's schedulers do, so that a resumed optimizer still knows it.
     Raises:
         ConfigError: a per-group value has another length than there are groups ("schedule-groups"), or the schedule has no
             steps ("schedule-params").
     """
 
-    def __init__(self, schedule: Schedule, groups: Sequence[MutableMapping[str, Any]]) -> None:
+    def __init__(self, schedule: Schedule, optimizer: HasGroups) -> None:
         schedule.check_steps()
+        groups = optimizer.param_groups
         for key, count in schedule.groups().items():
             if count != len(groups):
                 raise ConfigError(
@@ -256,12 +264,16 @@ class LRScheduler:
                     code="schedule-groups",
                     fix="Give one value, or one per parameter group.",
                 )
-        self.schedule, self._groups, self.last_batch_iteration = schedule, groups, schedule.last_batch_iteration
+        self.schedule, self.optimizer, self.last_batch_iteration = schedule, optimizer, schedule.last_batch_iteration
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
         if schedule.momentum(0) is not None and not self._has_betas():
             _log.warning("%s schedules betas (cycle_momentum), which the optimizer has not", type(schedule).__name__)
         self._write()
+
+    @property
+    def _groups(self) -> Sequence[MutableMapping[str, Any]]:
+        return self.optimizer.param_groups
 
     def _has_betas(self) -> bool:
         return any(_follows(group) for group in self._groups)

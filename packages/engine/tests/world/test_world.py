@@ -74,7 +74,7 @@ def reference(steps: int, summed: bool) -> tuple[list[float], dict[str, Tensor]]
     from ds_data import SampleStream
     from ds_engine.lr_schedules import LRScheduler, WarmupDecayLR
 
-    scheduler = LRScheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)
+    scheduler = LRScheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer)
     stream, losses = SampleStream(SAMPLES), []
     for step in range(steps):
         ids = [stream.sample(12 * step + i) for i in range(12)]

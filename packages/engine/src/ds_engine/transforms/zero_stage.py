@@ -188,4 +188,4 @@ def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
     if isinstance(section, TorchSchedulerSection):
         return make_torch_scheduler(section, inner)
     schedule: Schedule = section.params
-    return LRScheduler(schedule, inner.param_groups)
+    return LRScheduler(schedule, inner)

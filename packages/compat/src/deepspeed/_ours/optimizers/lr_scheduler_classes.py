@@ -49,8 +49,7 @@ class _Attached(LRScheduler, metaclass=_ByKind):
         if (shape := params.get("warmup_type", WARMUP_LOG_RATE)) not in ("log", "linear"):
             logger.warning("warmup_type %r is unknown (log, linear): the rate rises as with log", shape)
             params["warmup_type"] = WARMUP_LOG_RATE
-        super().__init__(self.kind(**params), optimizer.param_groups)
-        self.optimizer = optimizer
+        super().__init__(self.kind(**params), optimizer)
         if last_batch_iteration >= 0:
             self.step(last_batch_iteration)
 
