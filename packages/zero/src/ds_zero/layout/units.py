@@ -310,10 +310,13 @@ def _by_key(params: Iterable[ParamInfo]) -> list[list[ParamInfo]]:
 
 def _cut(run: Sequence[ParamInfo], limit: float) -> list[list[ParamInfo]]:
     parts: list[list[ParamInfo]] = [[]]
+    numel = 0
     for param in run:
-        if parts[-1] and sum(p.numel for p in parts[-1]) + param.numel > limit:
+        if parts[-1] and numel + param.numel > limit:
             parts.append([])
+            numel = 0
         parts[-1].append(param)
+        numel += param.numel
     return parts
 
 

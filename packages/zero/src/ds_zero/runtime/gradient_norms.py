@@ -83,7 +83,8 @@ class GradientAgreement:
         slots = _slots_of_experts(every)
         tensors_of = [[slots.get(slot, name) for name, _, slot in rank] for rank in every]
         names = {name: i for i, name in enumerate(dict.fromkeys(name for rank in tensors_of for name in rank))}
-        missing = next((name for name in names for rank in tensors_of if name not in rank), None)
+        on_all = set(names).intersection(*tensors_of)
+        missing = next((name for name in names if name not in on_all), None)
         boxes = {box: i for i, box in enumerate(dict.fromkeys(box for rank in every for _, box, _ in rank))}
         owners = [0] * len(boxes)
         for rank in every:
