@@ -269,3 +269,12 @@ def test_a_plain_optimizer_comes_back(tmp_path, kind):
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(CheckpointError, match=r"a\.b"):
         ds_ckpt.full_shards({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+@pytest.mark.parametrize("shards", [{"w": torch.ones(2)}, [torch.ones(2)], ["w"]])
+def test_a_state_dict_in_place_of_shards_is_refused_by_what_it_is(tmp_path, shards):
+    for call in (lambda: ds_ckpt.save(tmp_path / "a", shards, {}), lambda: ds_ckpt.load(tmp_path / "a", shards)):
+        with pytest.raises(CheckpointError, match="full_shards") as caught:
+            call()
+        assert caught.value.code == "ckpt-shard"
+    assert list(tmp_path.iterdir()) == []

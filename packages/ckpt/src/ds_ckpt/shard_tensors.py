@@ -65,11 +65,17 @@ def check_local(shards: Iterable[Local]) -> list[Local]:
     """Return the shards as a list, after checking that the data of each matches its `TensorShard`.
 
     Raises:
-        CheckpointError: "ckpt-shard": number of elements or dtype differ.
+        CheckpointError: "ckpt-shard": something else than shards, or number of elements or dtype differ.
     """
     out = list(shards)
     for local in out:
-        shard, data = local.shard, local.data
+        shard, data = getattr(local, "shard", None), getattr(local, "data", None)
+        if not isinstance(shard, TensorShard) or not isinstance(data, Tensor):
+            raise CheckpointError(
+                f"found a {type(local).__name__} in a {type(shards).__name__} of shards",
+                code="ckpt-shard",
+                fix="Pass what the optimizer that ds_zero.shard returned has as `shards()`; of tensors by name, such as a state dict, full_shards(state_dict).",
+            )
         if data.numel() != shard.numel or dtype_name(data.dtype) != shard.dtype or data.layout != torch.strided:
             raise CheckpointError(
                 f"{shard.name!r}: the shard says {shard.numel} elements of {shard.dtype}, its data is "
