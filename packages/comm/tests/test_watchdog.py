@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -108,6 +110,21 @@ def test_patience_holds_the_alarm_back(tmp_path: Path) -> None:
             assert not any(rank.codes for rank in ranks)
         assert ranks[0].ended.wait(10)
         ranks[0].ring.ended(slot)
+
+
+def test_a_rank_that_a_signal_stopped_gets_no_patience(tmp_path: Path) -> None:
+    """It was waited for as long as it had asked for before: an hour, where it was stopped in the middle of a save."""
+    with subprocess.Popen(["sleep", "60"]) as sleeper, job(2, tmp_path) as ranks, ranks[1].watchdog.patience(60):
+        peer = ranks[0].watchdog._peers[1]
+        assert peer is not None
+        peer.pid = sleeper.pid
+        slot = ranks[0].stamp(1, wait=True)
+        time.sleep(1.2)
+        assert not ranks[0].codes
+        sleeper.send_signal(signal.SIGSTOP)
+        assert ranks[0].ended.wait(10)
+        ranks[0].ring.ended(slot)
+        sleeper.kill()
 
 
 def test_patience_for_others_is_none_for_the_rank_itself(tmp_path: Path) -> None:

@@ -38,13 +38,21 @@ class Peer:
 
         This rank may be the one that cannot look (no file descriptor is left, no memory): then nothing is known of the peer.
         """
+        return self._state() not in "ZX"
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP): it does nothing until another lets it go on."""
+        return self._state() == "T"
+
+    def _state(self) -> str:
+        """Return the letter of the process's state, as in /proc: X where there is no such process, ? where nothing is known."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            return False
+            return "X"
         except OSError:
-            return True
-        return status.rpartition(")")[2].split()[0] not in "ZX"
+            return "?"
+        return status.rpartition(")")[2].split()[0]
 
     def end(self) -> str:
         """Return how the peer process ended, as far as its ring says."""

@@ -327,7 +327,10 @@ class Watchdog:
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
         if self._rank in ranks and self._wait_until_s > time.time():
             return True
-        states = (self._side.ask("state", rank) for rank in ranks if rank != self._rank)
+        stopped = {
+            rank for rank, peer in self._peers.items() if peer is not None and peer.stopped()
+        }  # whatever it asked for
+        states = (self._side.ask("state", rank) for rank in ranks if rank != self._rank and rank not in stopped)
         return any(state is not None and state["pause_until_s"] > time.time() for state in states)
 
     def _compare(self) -> str | None:
