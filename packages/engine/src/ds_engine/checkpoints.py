@@ -282,18 +282,19 @@ def _wanted(
 
 
 def _with_optimizer(run: CheckpointedRun, path: str, meta: Mapping[str, Any], parts: frozenset[str]) -> frozenset[str]:
-    """Check the class of the optimizer that was saved. Returns `parts`, less the optimizer where it is another and may be."""
+    """Check that the state of an optimizer of this class was saved. Returns `parts`, less the optimizer where it was not and need not be."""
     saved = meta.get("optimizer")
-    if "optimizer" not in parts or run.optimizer is None or saved is None or run.optimizer.is_saved_class(saved):
+    if "optimizer" not in parts or run.optimizer is None or (saved is not None and run.optimizer.is_saved_class(saved)):
         return parts
+    found = "no optimizer state" if saved is None else f"the optimizer state of {saved['class']}, which is not used"
     if "any-optimizer" not in parts:
         raise CheckpointError(
-            f"{path} has the optimizer state of {saved['class']}, this run's optimizer is {type(run.optimizer.inner).__name__}",
+            f"{path} has {found}; this run's optimizer is {type(run.optimizer.inner).__name__}",
             code="optimizer-class",
             fix="Go on with the optimizer that was saved, or begin its state anew with strict=False, or load_optimizer_states=False.",
         )
     if run.mesh.rank == 0:
-        _log.warning("%s has the optimizer state of %s, which is not used", path, saved["class"])
+        _log.warning("%s has %s", path, found)
     return parts - {"optimizer"}
 
 

@@ -228,6 +228,11 @@ def translated(root: str, tag: str | None, run: CheckpointedRun) -> Iterator[str
     copy = _on_one(write, group, f"{source} was not read")
     try:
         yield copy
+    except CheckpointError as error:
+        error.message = (
+            error.message.replace(copy or "", tag) if copy else error.message
+        )  # a folder that is there for nobody to see
+        raise
     finally:
         barrier(group)
         if group.rank == 0 and copy is not None:

@@ -61,8 +61,8 @@ def compare(group: Group, stored: Collection[str], local: Iterable[str], fresh: 
 
     value: Any = [sorted(asked.difference(order)), sorted(fresh), f"{mask:x}"]
     new, without, merged = Coordinator.of(group).spread(value, union)
-    bits = f"{int(merged, 16):b}"[::-1].ljust(len(order), "0")
-    used = {name for name, bit in zip(order, bits, strict=True) if bit == "1"}
+    bits = f"{int(merged, 16):b}"[::-1]  # up to the last name that is asked for; "0" of no names
+    used = {name for name, bit in zip(order, bits, strict=False) if bit == "1"}
     unused = [name for name in order if name not in used]
     return LoadDifferences(new, without, unused, any(name.startswith("param/") for name in used))
 

@@ -14,6 +14,7 @@ import ds_ckpt
 import ds_comm
 import ds_engine
 from ds_ckpt.checkpoint_list import hold_newest
+from ds_ckpt.convert.deepspeed_folders import CHECKSUMS
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed, write_universal
 from ds_ckpt.coordinator import TRANSFER_S
 from ds_config.errors import CheckpointError
@@ -227,3 +228,31 @@ def test_a_vocabulary_of_a_universal_checkpoint_gets_the_rows_that_the_run_has(t
     assert not found["a.weight"][7].any()
     assert torch.equal(found["b.weight"], expected["b.weight"])
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_weights_whose_optimizer_was_removed_are_no_resume(tmp_path, stage):
+    """The optimizer began anew at stage 1, with no word; at stage 3, whose weights are in these files, it was a ValueError of zip."""
+    folder = shared(tmp_path)
+    engine = start(stage, **LAYOUT)
+    steps(engine)
+    engine.save_checkpoint(str(folder), "t")
+    if dist.get_rank() == 0:
+        for file in (folder / "t").glob("*_optim_states.pt"):
+            file.unlink()
+        (folder / "t" / CHECKSUMS).unlink()  # which DeepSpeed does not write
+    dist.barrier()
+    other = start(stage, **LAYOUT)
+    with pytest.raises(CheckpointError) as caught:
+        other.load_checkpoint(str(folder), "t")
+    assert caught.value.code == "optimizer-class"
+    assert f"{folder}/t has no optimizer state" in caught.value.message
+    kept = [p.clone() for p in engine.module.parameters()]
+    if stage == 1:
+        other.load_checkpoint(str(folder), "t", load_module_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(kept, other.module.parameters(), strict=True))
+    else:
+        with pytest.raises(CheckpointError, match="not one of its parameters") as caught:
+            other.load_checkpoint(str(folder), "t", load_module_only=True)
+        assert caught.value.code == "ckpt-mismatch"

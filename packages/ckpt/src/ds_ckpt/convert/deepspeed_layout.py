@@ -164,8 +164,23 @@ def _collected(
             _optimizer(collected, states, ranks)
         elif not universal and states[0].get("optimizer") is not None:
             _replicated(collected, states[0]["optimizer"], groups if len(stages) == 1 else None)
+        elif not universal and any(
+            states[0].get("param_shapes") or ()
+        ):  # said where the optimizer has files of its own
+            _without_optimizer(collected, files, mp)
         _keep_first(collected, tied, states[0], mp)
     return collected
+
+
+def _without_optimizer(collected: _Found, files: RankFiles, mp: int) -> None:
+    """Say that there is no optimizer file of model-parallel rank `mp`: who keeps weights alone removes those of all."""
+    if files.optims:
+        raise CheckpointError(
+            f"the files of the optimizer of model-parallel rank {mp} are missing (*mp_rank_{mp:02d}*_optim_states.pt); others are here",
+            code="ckpt-foreign",
+            fix="Complete the checkpoint.",
+        )
+    collected.left_out.append(f"optimizer of model-parallel rank {mp} (there is no *_optim_states.pt)")
 
 
 def _keep_first(collected: _Found, tied: dict[str, TensorEntry], state: Mapping[str, Any], mp: int) -> None:
