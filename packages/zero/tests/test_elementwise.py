@@ -98,9 +98,9 @@ def test_what_acts_otherwise_from_a_size_on_is_asked_at_the_sizes_of_its_paramet
 
 
 @RATES
-def test_one_norm_for_all_is_refused_at_any_rate(lr):
-    with pytest.raises(UnsupportedError, match="depends on the others"):
-        layout(foreign.Normed, larger(), lr=lr)
+def test_one_norm_for_all_is_seen_at_any_rate(lr):
+    found = traits_of(foreign.Normed(larger(), lr=lr), None)[0]
+    assert (found.layout, found.coupled) == ("whole", True)
 
 
 def test_random_numbers_are_refused():

@@ -110,6 +110,24 @@ class Normed(Foreign):
         return lr * grad / self.norm
 
 
+class Found(Foreign):
+    """Its rate grows with what all parameters have moved, and is kept in the groups (D-Adaptation, Prodigy)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        moved = size = 0.0
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            moved += float((p.grad * (state.setdefault("first", p.detach().clone()) - p)).sum())
+            size += float(state.setdefault("sum", torch.zeros_like(p)).mul_(0.9).add_(p.grad).abs().sum())
+        for group in self.param_groups:
+            group["found"] = max(group.get("found", 0.0), 0.1 + abs(moved) / (size + 1e-12))
+        super().step()
+
+    def update(self, p, grad, state, lr):
+        return lr * self.param_groups[0]["found"] * state["sum"]
+
+
 class Noisy(Foreign):
     def update(self, p, grad, state, lr):
         return lr * (grad + torch.randn_like(grad))
@@ -185,3 +203,5 @@ class SlowLamb(Slow):
 WHOLE = [Lamb, Lars, Larc, Cautious, Centred, Factored, SlowLamb, torch.optim.Adafactor]
 """Need whole tensors, of 20 x 20 at least."""
 ELEMENTWISE = [Adamish, Signed, Relative, Slow]
+COUPLED = [Normed, Found]
+"""Need all tensors of the model at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_zero
+from ds_config.errors import UnsupportedError
 from ds_testing import world
+from ds_zero.runtime.sharded_model import sharding_of
 
 sys.path.append(str(Path(__file__).parent))
 import foreign
@@ -70,3 +73,52 @@ def test_movements_equal_those_of_one_process(kind, stage):
 def test_movements_equal_plain_torch_in_one_process(kind, stage):
     for lr in RATES:
         check(kind, stage, lr, 0, 1)
+
+
+COUPLED = pytest.mark.parametrize("kind", foreign.COUPLED, ids=lambda kind: kind.__name__)
+
+
+@COUPLED
+@world(2)
+def test_what_needs_all_tensors_moves_as_in_one_process_where_every_rank_has_them(kind):
+    for lr in RATES:
+        check(kind, 0, lr, dist.get_rank(), 2)
+    for options in ({"stage": 1}, {"stage": 3}, {"stage": 0, "offload_optimizer": "host"}):
+        model = net()
+        with pytest.raises(UnsupportedError, match="depends on the others, which are not all on each rank"):
+            ds_zero.shard(model, kind(model.parameters()), **options)
+        assert sharding_of(next(model.parameters())) is None
+
+
+@STAGES
+@COUPLED
+def test_what_needs_all_tensors_moves_as_plain_torch_in_one_process(kind, stage):
+    for lr in RATES:
+        check(kind, stage, lr, 0, 1)
+
+
+@world(2)
+def test_a_rate_that_all_parameters_have_found_is_saved_and_goes_on():
+    """Settings that an optimizer writes into its groups, and its state of each parameter."""
+
+    def run(model, optimizer, steps):
+        for step in steps:
+            model(rows(step, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, later = net(), net()
+    one = ds_zero.shard(model, foreign.Found(model.parameters(), lr=1e-2), stage=0)
+    run(model, one, range(3))
+    saved, meta = {s.shard.name: s.data.clone() for s in one.shards()}, json.loads(json.dumps(one.common_state_dict()))
+    run(model, one, range(3, 6))
+    two = ds_zero.shard(later, foreign.Found(later.parameters(), lr=1e-2), stage=0)
+    two.materialize({s.shard.name: s.shard.shape for s in one.shards()})
+    two.load_state_dict(meta)
+    for local in two.shards():
+        local.data.copy_(saved[local.shard.name])
+    two.refresh()
+    run(later, two, range(3, 6))
+    assert two.param_groups[0]["found"] == one.param_groups[0]["found"]
+    for a, b in zip(later.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)

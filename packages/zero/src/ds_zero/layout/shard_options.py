@@ -397,10 +397,12 @@ class OptimizerTraits:
     Attributes:
         layout: How their units are laid out.
         states: Tensors per element that it keeps (AdamW 2, SGD with momentum 1, SGD 0).
+        coupled: Whether the update of a tensor depends on other tensors, so that every rank must step all of them.
     """
 
     layout: Kind = "flat"
     states: int = 2
+    coupled: bool = False
 
 
 def has_forward(module: nn.Module) -> bool:

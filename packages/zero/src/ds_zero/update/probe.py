@@ -29,7 +29,7 @@ from ds_config.errors import UnsupportedError
 from ds_zero._torch import plain_step
 from ds_zero.layout.shard_options import OptimizerTraits
 
-__all__ = ["CannotStepError", "Shapes", "ask", "devices_of", "shapes_of"]
+__all__ = ["CannotStepError", "Shapes", "ask", "devices_of", "not_shardable", "shapes_of"]
 
 _SMALL, _LEAST = (8, 6, 3, 2), 12
 _LARGEST = 150_000  # elements: 387 rows and columns, or 129 channels in and out of a 3 x 3 convolution
@@ -98,7 +98,7 @@ def ask(optimizer: Optimizer, group: dict[str, Any], shapes: Shapes) -> Optimize
 
     Raises:
         CannotStepError: it raised ("zero-optimizer").
-        UnsupportedError: the update of a tensor depends on other tensors, or on random numbers ("zero-optimizer").
+        UnsupportedError: the update of a tensor depends on random numbers ("zero-optimizer").
     """
     refused: CannotStepError | None = None
     for device in devices_of(group["params"]):
@@ -157,10 +157,11 @@ class _Asked:
         self._optimizer, self._group, self._device = optimizer, group, device
         self._step = plain_step(type(optimizer))
         self._states: int | None = None
+        self._coupled = False
 
     def habits(self, shapes: Shapes) -> OptimizerTraits:
         elementwise = all(map(self._small, shapes.small)) and all(map(self._large, shapes.large))
-        return OptimizerTraits("flat" if elementwise else "whole", self._states or 0)
+        return OptimizerTraits("flat" if elementwise else "whole", self._states or 0, self._coupled)
 
     def _small(self, shape: tuple[int, ...]) -> bool:
         whole, seen = _Stepped.of(shape, _MANY, 0.3), False
@@ -183,8 +184,9 @@ class _Asked:
         if alone is None:
             return None
         trial, path = alone
-        if with_others:
-            self._check_others(whole, trial, path)
+        if with_others and self._depends(whole, trial, path):
+            self._coupled = True
+            return False
         try:
             pieces = self._run(whole.pieces(), trial)
         except Exception:  # it takes no vectors, so it takes no shards
@@ -207,7 +209,7 @@ class _Asked:
                 reason = error
                 continue
             if not torch.equal(before, torch.get_rng_state()):
-                raise _neither(self._optimizer, "it draws random numbers, of which every rank has its own")
+                raise not_shardable(self._optimizer, "it draws random numbers, of which every rank has its own")
             return one, path
         if trial.rate == 1.0:
             return None
@@ -219,12 +221,12 @@ class _Asked:
             "treats elements independently.",
         ) from reason
 
-    def _check_others(self, whole: _Stepped, trial: _Trial, path: Tensor) -> None:
+    def _depends(self, whole: _Stepped, trial: _Trial, path: Tensor) -> bool:
+        """Whether a tensor moves otherwise beside another one."""
         shape = tuple(whole.start.shape)
         other = _Stepped.of(shape[::-1], trial.steps, 1.7)
         together = self._run([whole, replace(other, grads=other.grads * 3.0)], trial)[0]
-        if _alike(path, together, trial.dtype) is False:
-            raise _neither(self._optimizer, "the update of one tensor depends on the others")
+        return _alike(path, together, trial.dtype) is False
 
     def _run(self, stepped: Sequence[_Stepped], trial: _Trial) -> list[Tensor]:
         """[steps + 1, n] of each tensor: where it is before the first step, and after each."""
@@ -324,7 +326,8 @@ class _Twins:
         return made
 
 
-def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
+def not_shardable(optimizer: Optimizer, why: str) -> UnsupportedError:
+    """Build the error of an optimizer that no layout suits."""
     return UnsupportedError(
         f"{type(optimizer).__name__} cannot be sharded: {why}",
         code="zero-optimizer",

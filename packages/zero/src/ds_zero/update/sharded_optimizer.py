@@ -56,6 +56,7 @@ from ds_zero.update.rank_agreement import (
 from ds_zero.update.state_dict import OptimizerStateDict, state_before
 from ds_zero.update.weight_views import WeightViews, not_published
 from ds_zero.update.wrapped_optimizer import (
+    check_coupled,
     check_inner,
     check_members,
     owns_reduction,
@@ -121,7 +122,7 @@ class ShardedOptimizer(Optimizer):
         self._scaled, self.backwards, self.updating = 0, 0, False
         self._guard = inner.register_step_pre_hook(StepGuard(self))
         self._shows: bool | None = None
-        self._habits = self._traits(options)
+        self._habits = self._traits(model, options)
         self._scale: ScaleState | None = None
         self.updater = Updater(inner)
         before = state_before(inner)
@@ -148,9 +149,10 @@ class ShardedOptimizer(Optimizer):
         if before["state"]:
             self.load_state_dict(before)
 
-    def _traits(self, options: ShardOptions) -> dict[int, OptimizerTraits]:
+    def _traits(self, model: nn.Module, options: ShardOptions) -> dict[int, OptimizerTraits]:
         more = 0 if options.updates is None else options.updates.states
         traits = traits_of(self.inner, options.layout)
+        check_coupled(model, self.inner, options, traits)
         return {n: replace(habits, states=habits.states + more) for n, habits in traits.items()}
 
     def _is_sharded(self, param: object) -> bool:
@@ -626,7 +628,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         self.inner.add_param_group({**param_group, "params": params})
         self._outside = set_outside(model, chain(named_members(model).values(), params))
-        self._habits[number] = self._traits(self.sharding.options)[number]
+        self._habits[number] = self._traits(model, self.sharding.options)[number]
         names = {id(param): name for name, param in named_members(model).items()}
         self._groups.update((id(param), number) for param in params)
         self._names.append([names[id(param)] for param in params])

@@ -2,7 +2,8 @@
 
 An optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do. It is *per
 tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every parameter must be whole on
-one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
+one rank. One whose tensors do (one norm, or one rate that is found by all) is *coupled*: every rank must step the whole model, as at stage
+0. One that needs the loss again (L-BFGS) cannot be sharded. `probe.py` finds out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from ds_comm.groups import as_group
 from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import Muon, OpsOptimizer
@@ -26,13 +28,15 @@ from ds_zero._torch import plain_step
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.model_members import named_members
+from ds_zero.layout.reduction_groups import find_reduction_groups
 from ds_zero.layout.shard_options import OffloadPolicy, OptimizerTraits, ShardOptions, dtype_name
-from ds_zero.runtime.sharded_model import sharding_of
+from ds_zero.runtime.sharded_model import group_for, sharding_of
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.probe import CannotStepError, ask, shapes_of
+from ds_zero.update.probe import CannotStepError, ask, not_shardable, shapes_of
 
 __all__ = [
     "WAITING",
+    "check_coupled",
     "check_early",
     "check_inner",
     "check_members",
@@ -115,6 +119,28 @@ def tell_parts(
             type(optimizer).__name__,
             len(parts),
             ", ".join(parts[:3]),
+        )
+
+
+def check_coupled(
+    model: nn.Module, optimizer: Optimizer, options: ShardOptions, habits: Mapping[int, OptimizerTraits]
+) -> None:
+    """Check that every rank steps the whole model in one call, where the optimizer's tensors influence each other.
+
+    Raises:
+        UnsupportedError: a rank steps a part of it ("zero-optimizer").
+    """
+    if not any(one.coupled for one in habits.values()):
+        return
+    group = group_for(options)
+    everyone = group if options.norm is None else as_group(options.norm)
+    everywhere = everyone.ranks == group.ranks and len(find_reduction_groups(model, group)) == 1
+    parts = options.residency.shard_optim and group.size > 1
+    if parts or options.offload_optimizer != "device" or not everywhere:
+        raise not_shardable(
+            optimizer,
+            "the update of one tensor depends on the others, which are not all on each rank (they are at stage 0 or on one rank, without offload, "
+            "and without tensor, pipeline or expert parallelism)",
         )
 
 
