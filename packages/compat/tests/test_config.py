@@ -130,6 +130,22 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
         assert accepted({"zero_optimization": section})["zero_optimization"]["ignore_unused_parameters"] is False
 
 
+def test_sections_of_templates_that_upstream_takes_without_using_them(said):
+    raw = {
+        "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True},
+        "flops_profiler": {"enabled": True, "profile_step": -1, "detailed": True},
+    }
+    assert accepted(raw) == {"activation_checkpointing": {"partition_activations": True}}
+    assert [message.split(" ")[0] for message in said.messages] == [
+        "activation_checkpointing.contiguous_memory_optimization",
+        "flops_profiler",
+    ]
+    deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
+    assert accepted({"flops_profiler": {"enabled": True, "profile_step": 0}}) == {"flops_profiler": {"enabled": True}}
+    raw["activation_checkpointing"]["number_checkpoints"] = 2
+    assert accepted(raw)["activation_checkpointing"]["contiguous_memory_optimization"]
+
+
 def test_keys_of_templates_that_do_nothing_are_told_at_info_level(said):
     raw = {"zero_optimization": {"stage": 3, "max_reuse_distance": 10**9, "reduce_bucket_size": 10**6}}
     with said.at_level(logging.INFO, "DeepSpeed"):

@@ -29,7 +29,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import Field, ValidationError
 
-from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_launcher import launch_options
 from ds_zero.config import ZeroConfig
 
@@ -271,6 +271,58 @@ def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     file.write_text(json.dumps(ELASTIC))
     assert command_line.elastic(["-c", str(file), "-w", "64"]) == 0
     assert "train batch size: 9792" in capsys.readouterr().out
+
+
+def test_programs_of_files_take_every_flag(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or 0)
+    sweep = tmp_path / "sweep.json"
+    sweep.write_text(json.dumps({"block_size": ["1M", "8M"], "io_parallel": [1, 2], "single_submit": [True]}))
+    logs = tmp_path / "logs"
+    command_line.io(["--folder_to_device_mapping", "/data:0", "--io_size", "1M", "--validate", "--warmup_loops", "2"])
+    command_line.tune(["--nvme_dir", "/a", "--sweep_config", str(sweep), "--log_dir", str(logs), "--flush_page_cache"])
+    assert calls[0] == ["io", "bench", "/data", "--size", "1M", "--no-read", "--loops", "3"]
+    assert calls[1] == [
+        "io", "tune", "/a", "--size", "400M", "--loops", "1", "--block-size", "1M", "8M", "--workers", "1", "2",
+        "--json", str(logs / "measured.json"),
+    ]  # fmt: skip
+    told = capsys.readouterr().err
+    assert "ds_io: without effect here: --validate, --warmup_loops" in told
+    assert "ds_nvme_tune: without effect here: --flush_page_cache\n" in told
+    assert "ds_nvme_tune: without effect here: --single_submit\n" in told
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("io", ["--io_size", "1M"]),
+        ("io", ["--folder", "/a", "--folder_to_device_mapping", "/b:0"]),
+        ("io", ["--folder_to_device_mapping", "/b"]),
+        ("io", ["--folder", "/a", "--gpu", "--use_gds"]),
+        ("io", ["--folder", "/a", "--engine", "torch_io"]),
+        ("tune", ["--nvme_dir", "/a", "--gds"]),
+    ],
+)
+def test_programs_of_files_refuse_what_they_do_not_measure(program, words, monkeypatch, capsys):
+    with pytest.raises(DsError) as info:
+        getattr(command_line, program)(words)
+    assert info.value.code == "compat-argument"
+    monkeypatch.setattr("sys.argv", [program, *words])
+    with pytest.raises(SystemExit) as ended:
+        getattr(command_line, program)()
+    assert ended.value.code == 2
+    assert "ds explain compat-argument" in capsys.readouterr().err
+
+
+def test_folders_are_measured_at_the_same_time(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    words = ["--folder_to_device_mapping", f"{tmp_path}/a:0", f"{tmp_path}/b:1", "--io_size", "1M", "--loops", "1"]
+    assert command_line.io([*words, "--block_size", "1M", "--queue_depth", "8", "--io_parallel", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/a" in shown
+    assert f"{tmp_path}/b" in shown
+    assert list(tmp_path.glob("*/*")) == list(tmp_path.glob("*/.*")) == []
 
 
 def test_a_program_that_launches_adds_variables_and_ends_as_its_job_does(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_config.errors import UnsupportedError
 from ds_testing import world
 
 
@@ -660,6 +661,32 @@ def test_a_method_that_nothing_would_call_is_told(monkeypatch, caplog):
     assert not caplog.messages
     monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", lambda self: None, raising=False)
     assert "DeepSpeedEngine.clip_fp32_gradients is set from outside" in caplog.text
+
+
+def test_a_schedule_of_a_programs_own_is_told(monkeypatch, caplog):
+    from deepspeed.runtime.pipe.schedule import InferenceSchedule, TrainSchedule
+
+    class Mine(TrainSchedule):
+        def steps(self):
+            yield []
+
+    monkeypatch.setattr("deepspeed.utils.logger.propagate", True)
+    assert list(Mine(2, 2, 0)) == [[]]
+    assert len(list(InferenceSchedule(2, 1, 0))) == 2
+    assert not caplog.messages
+    monkeypatch.setattr(TrainSchedule, "steps", Mine.steps)
+    assert "TrainSchedule.steps is set from outside: engines run ds-pipe's schedules" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"static_loss_scale": 128.0, "clip_grad": 1.0}])
+def test_an_optimizer_of_deepspeeds_is_made_with_its_engine(options):
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    for kind in (FP16_Optimizer, BF16_Optimizer):
+        with pytest.raises(UnsupportedError, match=r"around Adam: .*is made with the engine") as info:
+            kind(torch.optim.Adam(nn.Linear(1, 1).parameters()), **options)
+        assert isinstance(info.value, TypeError)
 
 
 def test_lines_of_rank_0_are_printed_when_asked_for(capsys):

@@ -132,6 +132,11 @@ def _looks_for_unused(raw: Raw) -> bool:
     return _zero(raw, "stage", 0) in (1, 2) and (device == "cpu" or _zero(raw, "cpu_offload") is True)
 
 
+def _profiled(raw: Raw) -> int:
+    step = section_of(raw, "flops_profiler").get("profile_step")
+    return step if isinstance(step, int) else 1
+
+
 _FORMAT = "the gradients of all parameters travel in the format that communication_data_type says"
 _CUT = "PipelineModule(num_stages=, partition_method=, seed_layers=) says how the model is cut"
 _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
@@ -167,6 +172,13 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("pipeline", "stages"), lambda raw: section_of(raw, "pipeline")["stages"] != "auto", _CUT),
     (("pipeline", "partition"), lambda raw: section_of(raw, "pipeline")["partition"] != "best", _CUT),
     (("pipeline", "seed_layers"), lambda raw: True, _CUT),
+    (
+        ("activation_checkpointing", "contiguous_memory_optimization"),
+        lambda raw: section_of(raw, "activation_checkpointing").get("number_checkpoints") is None,
+        "buffers need number_checkpoints, or deepspeed.checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=)",
+    ),
+    (("flops_profiler",), lambda raw: _profiled(raw) < 0, "profile_step is negative, and no step is profiled"),
+    (("flops_profiler", "profile_step"), lambda raw: _profiled(raw) == 0, "the first step is profiled"),
     (
         _UNUSED,
         lambda raw: _zero(raw, "ignore_unused_parameters") is False and not _looks_for_unused(raw),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from deepspeed._ours.base.raising import refused
+from deepspeed._ours.base.raising import not_supported, refused, wrong_argument
 from deepspeed._ours.base.version import version
 from deepspeed._ours.launcher.elasticity import compute_elastic_config
 from deepspeed._ours.launcher.launching import decode_world_info, parse_args
@@ -18,7 +20,7 @@ from ds_ckpt.convert.fp32 import open_training
 from ds_ckpt.convert.pickled import load_pt
 from ds_ckpt.manifest_owner import has_manifest
 from ds_config import read
-from ds_config.errors import ConfigError
+from ds_config.errors import ConfigError, DsError
 from ds_launcher.cli import main as ds
 from ds_launcher.exports import ALLOWED
 
@@ -130,28 +132,100 @@ def bench(args: Sequence[str] | None = None) -> int:
     return ds(["comm", "bench", *(sys.argv[1:] if args is None else args)])
 
 
+def _leave_out(prog: str, options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Say of the flags which were given, of `names`, that they change nothing here."""
+    given = [f"--{name}" for name in names if getattr(options, name)]
+    if given:
+        print(f"{prog}: without effect here: {', '.join(given)}", file=sys.stderr)
+
+
+def _refuse(error: DsError, args: Sequence[str] | None) -> NoReturn:
+    """Raise `error` at a caller; the program prints it and exits with 2."""
+    if args is not None:
+        raise error
+    print(error, file=sys.stderr)
+    sys.exit(2)
+
+
+def _flags(*names: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"--{name}", {"action": "store_true"}) for name in names]
+
+
+_SUBMISSION = ("single_submit", "sequential_requests")
+"""How requests were submitted: the backends of ds-ops keep the queue filled."""
+
+_IO_UNUSED = (*_SUBMISSION, "validate", "slow_bounce_buffer", "torch_legacy_save", "use_accelerator_pin_memory",
+              "include_warmup_time", "different_file_each_iteration", "warmup_loops", "fast_io_size")  # fmt: skip
+
+
 def io(args: Sequence[str] | None = None) -> int:
-    """Run the program `ds_io --folder DIR [--read] [--io_size SIZE] ...` by `ds io bench`."""
+    """Run the program `ds_io` by `ds io bench`, of which every folder of `--folder_to_device_mapping` has one at the same time, or `--folder` has `--multi_process`.
+
+    Raises:
+        ConfigError, UnsupportedError: no folder or both kinds, a folder that is not there, memory of a GPU, or an engine of torch's
+            ("compat-argument"). The program prints the error and exits with 2.
+    """
     parsed = _parsed(
         "ds_io", "Measure file I/O.",
-        ("--folder", {"required": True}), ("--read", {"action": "store_true", "help": "reads only; writes only without it"}),
+        ("--folder", {}), ("--folder_to_device_mapping", {"nargs": "+", "default": [], "metavar": "FOLDER:DEVICE"}),
+        ("--multi_process", {"type": int, "default": 1, "help": "how many measure at the same time"}),
+        ("--read", {"action": "store_true", "help": "reads only; writes only without it"}),
         ("--io_size", {"default": "256M"}), ("--block_size", {}), ("--queue_depth", {}), ("--io_parallel", {"help": "workers"}),
-        ("--loops", {"default": "3"}), args=args,
+        ("--loops", {"default": "3"}), ("--engine", {"default": "aio_handle"}), ("--warmup_loops", {}), ("--fast_io_size", {}),
+        *_flags("gpu", "use_gds", *_IO_UNUSED[:-2]), args=args,
     )  # fmt: skip
+    folders = [folder.rpartition(":")[0] for folder in parsed.folder_to_device_mapping]
+    if bool(parsed.folder) == bool(folders) or not all(folders):
+        _refuse(wrong_argument("--folder and --folder_to_device_mapping: neither, both, or a mapping without a device",
+                               "Give --folder DIR, or --folder_to_device_mapping DIR:0 DIR:1."), args)  # fmt: skip
+    if parsed.gpu or parsed.use_gds or parsed.engine not in ("aio_handle", "aio_basic"):
+        _refuse(not_supported("--gpu, --use_gds or --engine of torch: transfers between files and host memory by ds-ops are measured",
+                              "Leave it out."), args)  # fmt: skip
+    _leave_out("ds_io", parsed, _IO_UNUSED)
     options = {"--block-size": parsed.block_size, "--queue-depth": parsed.queue_depth, "--workers": parsed.io_parallel}
     chosen = [word for name, value in options.items() if value is not None for word in (name, value)]
     only = "--no-write" if parsed.read else "--no-read"
-    return ds(["io", "bench", parsed.folder, "--size", parsed.io_size, only, "--loops", parsed.loops, *chosen])
+    folders = folders or [parsed.folder] * parsed.multi_process
+    words = [["bench", folder, "--size", parsed.io_size, only, "--loops", parsed.loops, *chosen] for folder in folders]
+    if len(words) == 1:
+        return ds(["io", *words[0]])
+    jobs = [subprocess.Popen([sys.executable, "-m", "ds_ops.cli_io", *each], stdout=subprocess.PIPE) for each in words]
+    for job in jobs:
+        print(job.communicate()[0].decode(), end="")
+    return max(job.returncode for job in jobs)
 
 
 def tune(args: Sequence[str] | None = None) -> int:
-    """Run the program `ds_nvme_tune --nvme_dir DIR...` by `ds io tune`."""
+    """Run the program `ds_nvme_tune --nvme_dir DIR...` by `ds io tune`; what was measured is written to `measured.json` in `--log_dir`.
+
+    Raises:
+        ConfigError, UnsupportedError: memory of a GPU, or a key of `--sweep_config` that is none of the settings ("compat-argument").
+            The program prints the error and exits with 2.
+    """
     options = _parsed(
         "ds_nvme_tune", "Find the best settings for file I/O.",
-        ("--nvme_dir", {"nargs": "+", "required": True}), ("--io_size", {"default": "400M"}),
-        ("--no_read", {"action": "store_true"}), ("--no_write", {"action": "store_true"}), ("--loops", {"default": "1"}), args=args,
+        ("--nvme_dir", {"nargs": "+", "required": True}), ("--io_size", {"default": "400M"}), ("--loops", {"default": "1"}),
+        ("--sweep_config", {"type": Path, "help": "JSON: values of block_size, queue_depth and io_parallel to try"}),
+        ("--log_dir", {"type": Path}), *_flags("no_read", "no_write", "gpu", "gds", "flush_page_cache", "verbose"), args=args,
     )  # fmt: skip
+    if options.gpu or options.gds:
+        _refuse(
+            not_supported("--gpu or --gds: transfers between files and host memory are measured", "Leave it out."), args
+        )
+    _leave_out("ds_nvme_tune", options, ("flush_page_cache", "verbose"))  # its own file is dropped from the cache
     flags = [flag for flag, on in (("--no-read", options.no_read), ("--no-write", options.no_write)) if on]
+    sweep = json.loads(options.sweep_config.read_text()) if options.sweep_config else {}
+    settings = {"block_size": "--block-size", "queue_depth": "--queue-depth", "io_parallel": "--workers"}
+    if unknown := sorted(sweep.keys() - settings.keys() - set(_SUBMISSION)):
+        _refuse(
+            wrong_argument(f"--sweep_config has {', '.join(unknown)}", f"Use lists of {', '.join(settings)}."), args
+        )
+    _leave_out("ds_nvme_tune", argparse.Namespace(**dict.fromkeys(_SUBMISSION) | sweep), _SUBMISSION)
+    for name, flag in settings.items():
+        flags += [flag, *map(str, sweep[name])] if name in sweep else []
+    if options.log_dir:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        flags += ["--json", str(options.log_dir / "measured.json")]
     return ds(["io", "tune", *options.nvme_dir, "--size", options.io_size, "--loops", options.loops, *flags])
 
 

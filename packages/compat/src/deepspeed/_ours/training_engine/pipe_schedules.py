@@ -8,11 +8,12 @@ backward). What was made in one step is sent at the beginning of the next.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 from deepspeed._ours.base.forwarding import reads
+from deepspeed._ours.monitor.upstream_logging import logger
 
 
 class PipeInstruction:
@@ -54,7 +55,19 @@ SendGrad = _instruction("SendGrad", BufferOpInstruction, "Give the input's gradi
 RecvGrad = _instruction("RecvGrad", BufferOpInstruction, "Take the output's gradient from the next stage.")
 
 
-class PipeSchedule(ABC):
+class _OnlyLookedAt(ABCMeta):
+    """Warns where a program replaces a method of a schedule: no engine here runs it."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            logger.warning(
+                "%s.%s is set from outside: engines run ds-pipe's schedules, so that it has no effect on training",
+                cls.__name__, name,
+            )  # fmt: skip
+        super().__setattr__(name, value)
+
+
+class PipeSchedule(metaclass=_OnlyLookedAt):
     """The steps of one stage; each is a list of instructions."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:

@@ -96,7 +96,15 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     external_loss_scale: float | None = None
     _cut_state: EvenState | None = None
 
-    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer | None = None,
+        options: ShardOptions | None = None,
+        **upstreams: object,
+    ) -> None:
+        if inner is None or not isinstance(options, ShardOptions) or upstreams:
+            raise refused("optimizer-made", type(model).__name__)
         super().__init__(model, inner, options)
         if options.residency.shard_params:
             self.parameter_offload = ParameterOffload(self)
