@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.watch import peer_rings
+from ds_comm.watch import alarms, peer_rings
 from ds_comm.watch.alarms import SideChannel
 from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.peer_rings import open_peer
@@ -144,6 +145,29 @@ def test_patience_is_no_error_where_the_store_is_gone(tmp_path: Path) -> None:
             rank.watchdog._side._open = None
         with ranks[0].watchdog.patience(60):  # a save goes on
             assert not ranks[0].codes
+
+
+def test_a_store_that_gives_no_answer_does_not_stop_the_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 serves it, as under `ds run`, and was stopped by a signal: the watchdogs of the others waited for it for ever, and so did their ranks."""
+    monkeypatch.setattr(alarms, "_PATIENCE", timedelta(seconds=0.2))
+    released = threading.Event()
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: released.wait(60)
+
+    with job(2, tmp_path, deadline_s=2) as ranks:
+        ranks[1].watchdog._side._open._store = Silent()
+        time.sleep(1.5)
+        slot = ranks[1].stamp(1, wait=True)
+        time.sleep(1)
+        assert not ranks[1].codes  # no earlier than a rank that does not answer
+        assert ranks[1].ended.wait(5)
+        ranks[1].ring.ended(slot)
+        ranks[1].watchdog._goodbye("is over")  # returns
+        released.set()
 
 
 def test_a_goodbye_ends_who_waits_before_the_deadline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,11 +20,16 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import queue
 import re
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +38,7 @@ from ds_comm.watch.secret import seal
 from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import RankReport
 
-__all__ = ["SideChannel"]
+__all__ = ["SideChannel", "StoreSilentError"]
 
 _log = logging.getLogger(__name__)
 _PATIENCE = timedelta(seconds=5)  # for one answer of the store
@@ -41,16 +46,61 @@ _POLL_S = 0.02
 _NAME = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
+class StoreSilentError(RuntimeError):
+    """The store gave no answer, and may give one yet: the process that serves it is stopped, or its host is away."""
+
+
+class _Impatient:
+    """A store each of whose calls ends after `_PATIENCE`, which torch's own limit is for few of them.
+
+    The calls are made by a thread, one after another: what is asked while an answer is late is not waited for.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._calls = store, queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
+        self._last: Future[Any] | None = None
+        self._asking = threading.Lock()  # of the training thread, which may ask for patience, and of the watchdog's
+        self._thread = threading.Thread(target=self._run, name="ds-comm-store", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, after the call that it makes."""
+        self._calls.put(None)
+        if self._last is None or self._last.done():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self._ask(partial(getattr(self._store, name), *args))
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        with self._asking:
+            if self._last is None or self._last.done():
+                self._last = Future()
+                self._calls.put((call, self._last))
+                if futures.wait([self._last], _PATIENCE.total_seconds()).done:
+                    return self._last.result()
+        raise StoreSilentError("the job's store gives no answer")
+
+
 class SideChannel:
-    """Typed access to the keys. Any method raises RuntimeError (torch's DistError) when the store is gone.
+    """Typed access to the keys, until `close`. Any method raises RuntimeError (torch's DistError) when the store is gone, or silent.
 
     Rank 0 usually serves the store. When it leaves while others work on, they `hang_up` first: torch prints pages where a
     connection breaks.
     """
 
     def __init__(self, store: dist.Store, rank: int, secret: bytes = b"") -> None:
-        self._open: Any = dist.PrefixStore("ds_comm/watch", store)  # Any: torch's stubs lack append
-        self._open.set_timeout(_PATIENCE)
+        prefixed = dist.PrefixStore("ds_comm/watch", store)
+        prefixed.set_timeout(_PATIENCE)
+        self._open: Any = _Impatient(prefixed)  # Any: torch's stubs lack append
         self._rank, self._secret = rank, secret
 
     def _seal(self, key: str, value: object) -> str:
@@ -79,7 +129,13 @@ class SideChannel:
     def hang_up(self) -> None:
         """Announce that this rank no longer uses the store, and stop using the store."""
         self.tell("hung-up", True)
-        self._open = None
+        self.close()
+
+    def close(self) -> None:
+        """Use the store no more."""
+        if self._open is not None:
+            self._open.end()
+            self._open = None
 
     def tell(self, key: str, value: object) -> None:
         """Publish this rank's `key`."""

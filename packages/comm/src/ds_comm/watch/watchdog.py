@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_accel import streams
-from ds_comm.watch.alarms import SideChannel
+from ds_comm.watch.alarms import SideChannel, StoreSilentError
 from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.peer_rings import Peer, open_peer
@@ -210,6 +210,14 @@ class Watchdog:
                 since = self._ring.blocked_since() or self._torch_blocked_since()
                 blocked_s = time.monotonic() - since if since else 0.0
                 self._look(blocked_s)
+            except StoreSilentError as error:
+                self._store_error = str(
+                    error
+                )  # it is waited for as the ranks are, and whoever serves it may be why this one waits
+                if blocked_s > self._settings.deadline_s and time.time() > self._wait_until_s:
+                    self._end(
+                        {"rank": self._rank, "why": f"rank {self._rank} was blocked for {blocked_s:.1f} s, and {error}"}
+                    )
             except RuntimeError as error:
                 # Rank 0 or the launcher serves the store; with them it is gone. That is no reason to end a rank that
                 # works, but one that waits will not be released any more.
@@ -376,6 +384,7 @@ class Watchdog:
                 self._side.wait_for(["left", "hung-up"], range(1, self._size), 1.5 * self._settings.tick_s)
         except RuntimeError as error:  # the others are gone as well
             _log.debug("no goodbye: %s", error)
+        self._side.close()
         for peer in self._peers.values():
             if peer is not None:
                 peer.close()
