@@ -266,3 +266,32 @@ def test_a_loader_that_fails_on_one_rank(what: str) -> None:
     own, match = (OSError, "shard-7") if what == "file" else (AttributeError, "items")
     with pytest.raises(own if rank == 1 else CommError, match=match):
         next(batches)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@world(2)
+def test_flex_attention_sees_what_a_whole_sequence_sees(causal: bool, window: int | None) -> None:
+    """Its mask says all: two rows of one document, then one of two documents, then the first again, of which a mask is known."""
+    group, module = world_group(), Attending(causal, window)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def core(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: object
+    ) -> tuple[Tensor, None]:
+        return flex_attention(q, k, v, block_mask=mask).transpose(1, 2), None
+
+    ulysses = UlyssesAttention(core, "flex_attention", group)
+    one = torch.arange(8).expand(2, -1)
+    two = torch.stack([torch.arange(8), torch.cat([torch.arange(5), torch.arange(3)])])
+    for seed, positions in enumerate((one, two, one, one[:1, :6])):
+        rows, length = positions.shape
+        q, k, v = torch.randn(3, rows, 4, length, 16, generator=torch.Generator().manual_seed(seed)).unbind()
+        seen = document_mask(positions, causal, window)
+        wanted = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=causal and seen is None).transpose(
+            1, 2
+        )
+        mine = [t.chunk(2, 2)[group.rank] for t in (q, k, v)]
+        with torch.no_grad():
+            found, _ = ulysses(module, *mine, None, position_ids=positions.chunk(2, 1)[group.rank])
+        torch.testing.assert_close(found, wanted.chunk(2, 1)[group.rank], atol=1e-5, rtol=1e-5)

@@ -24,10 +24,18 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
 from ds_parallel.sequence.ulysses import assign_heads, to_heads, to_sequence
 
-__all__ = ["SUPPORTED", "SequenceRanks", "UlyssesAttention", "document_mask", "register_with_transformers"]
+__all__ = [
+    "SUPPORTED",
+    "SequenceRanks",
+    "UlyssesAttention",
+    "block_mask",
+    "document_mask",
+    "register_with_transformers",
+]
 
 SUPPORTED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_MASKED = ("sdpa",)  # takes a mask; the others take positions and windows
+_MASKED = ("sdpa",)  # takes a mask; flash attention takes positions and windows
+_BLOCKS = ("flex_attention",)  # takes a mask of blocks, and nothing else that says who attends whom
 _HEADS, _SEQUENCE = 1, 2  # transformers' layout inside attention: [batch, heads, sequence, head size]
 
 
@@ -60,6 +68,9 @@ class UlyssesAttention:
         self.core, self.name, self.group, self.in_eval = core, name, as_group(group), in_eval
         self.documents: bool | None = None
         self.padding: bool | None = None
+        self._block_masks: dict[
+            tuple[Any, ...], tuple[Tensor, Any]
+        ] = {}  # of the last positions, by what else they depend on
 
     @classmethod
     def register(cls, name: str, group: GroupLike, *, in_eval: bool = True) -> UlyssesAttention:
@@ -135,9 +146,12 @@ class UlyssesAttention:
         whole, tokens = self._gathered(positions.expand(query.shape[0], -1), attention_mask, causal)
         # A layer that passes None has no window, whatever its module says.
         window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
-        mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
-        if tokens is not None:
-            mask = _exclude(mask, tokens, causal) if self.name in _MASKED else tokens
+        if self.name in _BLOCKS:
+            mask = self._block_mask(whole, causal, window, tokens)
+        else:
+            mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
+            if tokens is not None:
+                mask = _exclude(mask, tokens, causal) if self.name in _MASKED else tokens
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
         attention_module = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
@@ -145,6 +159,16 @@ class UlyssesAttention:
             attention_module, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs
         )
         return to_sequence(out, dealt, (2, 1), group), weights
+
+    def _block_mask(self, positions: Tensor, causal: bool, window: int | None, tokens: Tensor | None) -> Any:
+        """Return the mask of whole sequences for flex attention: that of the layer before where nothing has changed."""
+        if tokens is not None:
+            return block_mask(positions, causal, window, self.documents, tokens)
+        before, mask = self._block_masks.get(key := (causal, window, positions.device), (positions[:0], None))
+        if before.shape != positions.shape or not (self.documents is False or torch.equal(before, positions)):
+            mask = block_mask(positions, causal, window, self.documents)
+            self._block_masks[key] = positions, mask
+        return mask
 
     def _gathered(self, positions: Tensor, local_mask: Any, causal: bool) -> tuple[Tensor, Tensor | None]:
         """Return the positions of whole sequences, and which of their tokens are no padding: both [batch, sequence].
@@ -227,10 +251,9 @@ def document_mask(
     `packed`: whether there may be several documents; None: detect from the positions.
     """
     rows, length = positions.shape
-    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
-    begins = torch.cat([first, positions[:, 1:] != positions[:, :-1] + 1], 1)
+    document = _document_of(positions)
     if packed is None:
-        packed = bool(begins[:, 1:].any())
+        packed = bool((document > 1).any())
     windowed = window is not None and window < length
     if not packed and not windowed:
         return None
@@ -241,9 +264,46 @@ def document_mask(
         mask = mask & (distance < window) & (distance > -window)
     mask = mask.expand(rows, 1, length, length)
     if packed:
-        document = begins.cumsum(1)
         mask = mask & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
     return mask
+
+
+def block_mask(
+    positions: Tensor, causal: bool, window: int | None = None, packed: bool | None = None, tokens: Tensor | None = None
+) -> Any:
+    """Build flex attention's mask of token pairs that attend, from the positions of whole sequences; None where all do.
+
+    Cost: a byte for each pair of tokens, while it is built.
+
+    Args:
+        positions, causal, window, packed: As of `document_mask`.
+        tokens: Which are no padding, [batch, sequence]; None: all.
+    """
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    rows, length = positions.shape
+    document = _document_of(positions) if packed is not False else None
+    if document is not None and packed is None and not bool((document > 1).any()):
+        document = None
+    rules: list[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = []
+    if causal:
+        rules.append(lambda batch, head, query, key: query >= key)
+    if window is not None and window < length:
+        rules.append(lambda batch, head, query, key: (query - key < window) & (key - query < window))
+    if document is not None:
+        rules.append(lambda batch, head, query, key: document[batch, query] == document[batch, key])
+    if tokens is not None:
+        rules.append(lambda batch, head, query, key: tokens[batch, key])
+    if not rules:
+        return None
+    every = None if document is None and tokens is None else rows
+    return create_block_mask(and_masks(*rules), every, None, length, length, device=str(positions.device))
+
+
+def _document_of(positions: Tensor) -> Tensor:
+    """Number of each token's document, from 1: one ends where the next position is not one more. [batch, sequence]"""
+    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
+    return torch.cat([first, positions[:, 1:] != positions[:, :-1] + 1], 1).cumsum(1)
 
 
 class SequenceRanks:
