@@ -292,6 +292,15 @@ def test_programs_of_files_take_every_flag(monkeypatch, tmp_path, capsys):
     assert "ds_nvme_tune: without effect here: --single_submit\n" in told
 
 
+@pytest.mark.parametrize("text", [None, "{", "[1]", '{"queue_depth": 8}'])
+def test_a_sweep_that_is_no_object_of_lists_is_refused_by_name(text, tmp_path):
+    file = tmp_path / "sweep.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(DsError, match=r"sweep\.json is no JSON object of lists"):
+        command_line.tune(["--nvme_dir", "/a", "--sweep_config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [

@@ -229,9 +229,8 @@ def translated(root: str, tag: str | None, run: CheckpointedRun) -> Iterator[str
     try:
         yield copy
     except CheckpointError as error:
-        error.message = (
-            error.message.replace(copy or "", tag) if copy else error.message
-        )  # a folder that is there for nobody to see
+        if copy is not None:  # a folder that is there for nobody to see
+            error.message = error.message.replace(copy, tag)
         raise
     finally:
         barrier(group)

@@ -251,11 +251,9 @@ def document_mask(
     `packed`: whether there may be several documents; None: detect from the positions.
     """
     rows, length = positions.shape
-    document = _document_of(positions)
-    if packed is None:
-        packed = bool((document > 1).any())
+    document = _documents(positions, packed)
     windowed = window is not None and window < length
-    if not packed and not windowed:
+    if document is None and not windowed:
         return None
     at = torch.arange(length, device=positions.device)
     distance = at.unsqueeze(-1) - at
@@ -263,7 +261,7 @@ def document_mask(
     if windowed and window is not None:
         mask = mask & (distance < window) & (distance > -window)
     mask = mask.expand(rows, 1, length, length)
-    if packed:
+    if document is not None:
         mask = mask & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
     return mask
 
@@ -282,9 +280,7 @@ def block_mask(
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
     rows, length = positions.shape
-    document = _document_of(positions) if packed is not False else None
-    if document is not None and packed is None and not bool((document > 1).any()):
-        document = None
+    document = _documents(positions, packed)
     rules: list[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = []
     if causal:
         rules.append(lambda batch, head, query, key: query >= key)
@@ -300,10 +296,13 @@ def block_mask(
     return create_block_mask(and_masks(*rules), every, None, length, length, device=str(positions.device))
 
 
-def _document_of(positions: Tensor) -> Tensor:
-    """Number of each token's document, from 1: one ends where the next position is not one more. [batch, sequence]"""
+def _documents(positions: Tensor, packed: bool | None) -> Tensor | None:
+    """Number the document of each token, [batch, sequence]: one ends where the next position is not one more. None where sequences are one each."""
+    if packed is False:
+        return None
     first = torch.ones_like(positions[:, :1], dtype=torch.bool)
-    return torch.cat([first, positions[:, 1:] != positions[:, :-1] + 1], 1).cumsum(1)
+    document = torch.cat([first, positions[:, 1:] != positions[:, :-1] + 1], 1).cumsum(1)
+    return document if packed or bool((document > 1).any()) else None
 
 
 class SequenceRanks:

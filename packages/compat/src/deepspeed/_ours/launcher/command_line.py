@@ -214,7 +214,14 @@ def tune(args: Sequence[str] | None = None) -> int:
         )
     _leave_out("ds_nvme_tune", options, ("flush_page_cache", "verbose"))  # its own file is dropped from the cache
     flags = [flag for flag, on in (("--no-read", options.no_read), ("--no-write", options.no_write)) if on]
-    sweep = json.loads(options.sweep_config.read_text()) if options.sweep_config else {}
+    sweep: dict[str, Any] = {}
+    try:
+        sweep = json.loads(options.sweep_config.read_text()) if options.sweep_config else {}
+        lists = all(isinstance(values, list) for values in sweep.values())
+    except (OSError, ValueError, AttributeError):
+        lists = False
+    if not lists:
+        _refuse(wrong_argument(f"--sweep_config {options.sweep_config} is no JSON object of lists", "Use a file like {\"queue_depth\": [8, 32]}."), args)  # fmt: skip
     settings = {"block_size": "--block-size", "queue_depth": "--queue-depth", "io_parallel": "--workers"}
     if unknown := sorted(sweep.keys() - settings.keys() - set(_SUBMISSION)):
         _refuse(
