@@ -1,4 +1,4 @@
-"""From tensors to addresses: the only file of this package that says `data_ptr()`.
+"""From tensors to addresses.
 
 Every native call goes through here. The tensors of a call are checked (device, dtype, contiguity, length, overlap) and
 stay referenced until it returns, so that no argument can make a kernel read or write memory that is not its own.

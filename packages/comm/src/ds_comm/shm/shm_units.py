@@ -173,6 +173,8 @@ class ShmUnitMemory:
     def pulled(self, slot: ReductionBuffers) -> None:
         """Drop this rank's record of a slot that it has finished reading."""
         self._marks.pop(slot.number, None)
+        if slot.number == self._number:
+            self.pending = None
 
     # ---- edits
 
