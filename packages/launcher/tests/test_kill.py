@@ -60,6 +60,27 @@ def test_kill_9_of_a_rank(box: Sandbox, rank: int) -> None:
     assert job.communicate()[1].splitlines()[-1].startswith(f"ds run: rank {rank} failed first")
 
 
+def test_a_rank_that_a_signal_stopped_is_named(box: Sandbox) -> None:
+    """`ds run` waited for it without a word, and without an end where all others had ended."""
+    script = box.script("""
+        import os, pathlib, time
+        if os.environ["RANK"] == "1":
+            pathlib.Path("pid1").write_text(str(os.getpid()))
+            while not pathlib.Path("go").exists(): time.sleep(0.02)
+    """)
+    job = box.start("run", "--nproc", "2", script)
+    box.wait(lambda: box.told("pid1"))
+    pid = rank_pid(box, 1)
+    os.kill(pid, signal.SIGSTOP)
+    assert job.stderr is not None
+    line = job.stderr.readline()
+    assert line.startswith(f"ds run: rank 1 (process {pid}) was stopped by a signal")
+    box.file("go").touch()
+    os.kill(pid, signal.SIGCONT)
+    assert job.wait(timeout=200) == 0
+    assert job.communicate() == ("", "")
+
+
 def test_kill_9_of_the_launcher(box: Sandbox) -> None:
     job = job_with_ranks(box)
     job.kill()

@@ -62,6 +62,7 @@ class Child:
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))  # of its standard error
     traceback_s: float | None = None
     stop_requested: bool = False
+    stands_since_s: float | None = None  # a signal has stopped it; inf: that was told
     code: int | None = None
     ended_s: float = 0.0
 

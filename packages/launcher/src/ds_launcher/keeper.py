@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -28,7 +29,7 @@ from ds_launcher.heartbeat import CENTRE, Heartbeat, HeartbeatSocket, JobEnd
 from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
-from ds_launcher.procfs import USER_SIGNALS, Proc, adopt_orphans, descendants, kill_descendants, send
+from ds_launcher.procfs import USER_SIGNALS, Proc, adopt_orphans, descendants, kill_descendants, send, stopped
 
 __all__ = ["LaunchSupervisor", "main"]
 
@@ -36,6 +37,7 @@ _LEAST_SETTLE_S, _SETTLE_S = 0.1, 3.0
 _LEAVE_S = 2.0
 _TELL_S = 1.0  # after which who is waited for is told
 _KILL_S = 5.0
+_STANDS_S = 5.0  # after which a process that a signal stopped is told
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.02
 _CANNOT_START = 127
@@ -68,6 +70,7 @@ class LaunchSupervisor:
         self._state, self._began_s = _LaunchState.RUNNING, time.monotonic()
         self._signal = 0  # the first one that asked us to stop
         self._told_of_grace = False
+        self._look_s = 0.0  # when to look for stopped processes again
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
         self._job_end: JobEnd | None = None  # why the job ends, by the host that knew first
@@ -234,8 +237,10 @@ class LaunchSupervisor:
     def _advance(self) -> None:
         since_s = time.monotonic() - self._began_s
         running = self._running()
-        if self._state is _LaunchState.RUNNING and not running:
-            self._leave()
+        if self._state is _LaunchState.RUNNING:
+            self._tell_of_stopped(running)
+            if not running:
+                self._leave()
         elif self._state is _LaunchState.SETTLING:
             failing = [
                 child for child in running if child.traceback_s and child.traceback_s > self._began_s - _SETTLE_S
@@ -250,6 +255,25 @@ class LaunchSupervisor:
             self._enter(_LaunchState.KILLING)
         if self._state is _LaunchState.KILLING:
             self._kill()
+
+    def _tell_of_stopped(self, running: list[Child]) -> None:
+        """Name the processes that a signal has stopped: the launch waits for them, and they cannot say why themselves."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + 1.0
+        for child in running:
+            pid = child.popen.pid
+            if not stopped(pid):
+                child.stands_since_s = None
+            elif child.stands_since_s is None:
+                child.stands_since_s = now_s
+            elif now_s - child.stands_since_s > _STANDS_S:
+                child.stands_since_s = math.inf
+                self._say(
+                    f"{child.process.name} (process {pid}) was stopped by a signal and is waited for: "
+                    f"`kill -CONT {pid}` lets it go on, Ctrl-C ends the job"
+                )
 
     def _wait_for_ends(self, running: list[Child], since_s: float) -> None:
         """Wait for the processes that were asked to end, which may be saving, for as long as `--grace` says; tell whom and how long."""

@@ -17,7 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["USER_SIGNALS", "Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "open_pidfd", "send"]
+__all__ = [
+    "USER_SIGNALS",
+    "Proc",
+    "adopt_orphans",
+    "descendants",
+    "die_with",
+    "kill_descendants",
+    "open_pidfd",
+    "send",
+    "stopped",
+]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
@@ -33,7 +43,12 @@ class Proc:
     pid: int
     parent: int
     start: int
-    zombie: bool
+    state: str  # the letter of proc_pid_stat(5)
+
+    @property
+    def zombie(self) -> bool:
+        """Whether it has ended."""
+        return self.state in "ZX"
 
 
 def adopt_orphans() -> bool:
@@ -102,6 +117,12 @@ def send(proc: Proc, number: int) -> bool:
     return True
 
 
+def stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP): it does nothing until another lets it go on."""
+    proc = _read(pid)
+    return proc is not None and proc.state == "T"
+
+
 def kill_descendants(timeout_s: float) -> list[int]:
     """Kill everything below this process and reap it; return the ids that are still there after `timeout_s`.
 
@@ -133,4 +154,4 @@ def _read(pid: int) -> Proc | None:
         return None
     # "pid (name) state ppid ..."; the name may hold spaces and brackets.
     fields = text[text.rindex(")") + 2 :].split()
-    return Proc(pid, int(fields[1]), int(fields[19]), fields[0] in "ZX")
+    return Proc(pid, int(fields[1]), int(fields[19]), fields[0])
