@@ -128,6 +128,25 @@ def test_a_rank_that_a_signal_stopped_gets_no_patience(tmp_path: Path) -> None:
         sleeper.kill()
 
 
+def test_a_rank_that_a_signal_stopped_is_said_to_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It "gave no sign", or was at "an unknown place"."""
+    with subprocess.Popen(["sleep", "60"]) as sleeper, job(2, tmp_path) as ranks:
+        peer = ranks[0].watchdog._peers[1]
+        assert peer is not None
+        peer.pid = sleeper.pid
+        sleeper.send_signal(signal.SIGSTOP)
+        ranks[1].watchdog._stop.set()  # it does nothing
+        ranks[1].watchdog._ending.set()
+        slot = ranks[0].stamp(1, wait=True)
+        assert ranks[0].ended.wait(20)
+        ranks[0].ring.ended(slot)
+        sleeper.kill()
+    assert (
+        f"rank 1 did not come: it is at a standstill, stopped by a signal (`kill -CONT {sleeper.pid}`"
+        in capfd.readouterr().err
+    )
+
+
 def test_patience_for_others_is_none_for_the_rank_itself(tmp_path: Path) -> None:
     """A rank that leads may be waited for as long as it likes; what it waits for has the deadline."""
     with job(2, tmp_path) as ranks, ranks[0].watchdog.patience(60, own_waits=False):

@@ -330,7 +330,12 @@ class Watchdog:
     def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> RankReport:
         peer = self._peers.get(rank)
         stamps = () if peer is None else tuple(peer.stamps()[-_REPORTED:])
-        return RankReport(rank, why, "", time.monotonic(), stamps, dict(heads))
+        frame = (
+            f"a standstill, stopped by a signal (`kill -CONT {peer.pid}` lets it go on)"
+            if peer is not None and peer.stopped()
+            else ""
+        )
+        return RankReport(rank, why, frame, time.monotonic(), stamps, dict(heads))
 
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
         if self._rank in ranks and self._wait_until_s > time.time():
@@ -419,8 +424,8 @@ class Watchdog:
         for rank, (why, heads) in self._gone().items():
             if rank not in reports:
                 reports[rank] = self._left_behind(rank, why, heads)
-        if self._store_error:  # the rings of this host can still be read
-            for rank in self._peers.keys() - reports.keys():
+        for rank, peer in self._peers.items():  # the rings of this host can still be read
+            if rank not in reports and peer is not None and (self._store_error or peer.stopped()):
                 reports[rank] = self._left_behind(rank, "", {})
         finding = judge(report, reports, self.groups)
         self._say(finding, alarm, reports)
