@@ -114,6 +114,8 @@ def test_numbers_that_are_none_are_refused(name, value):
         ({"max_new_tokens": "3"}, "whole numbers"),
         ({"stop_token_ids": (1.5,)}, "whole numbers"),
         ({"logprobs": True}, "whole numbers"),
+        ({"seed": False}, "whole numbers"),
+        ({"temperature": True}, "numbers in temperature"),
         ({"temperature": "1"}, "numbers in temperature"),
         ({"stop": "abc"}, "several strings in stop"),
         ({"logit_bias": [1]}, "mapping in logit_bias"),

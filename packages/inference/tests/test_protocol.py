@@ -81,6 +81,12 @@ REFUSED = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"temperature": True}, "temperature: Value error, should be a number, not 'True'"),
+    ({"n": True}, "n: "),
+    ({"seed": False}, "seed: "),
+    ({"top_p": "0.5"}, "top_p: "),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logprobs": 1}, "logprobs: "),
 ]
 
 

@@ -77,16 +77,16 @@ class SamplingParams:
 
     def _kinds(self) -> dict[str, bool]:
         """Return the rules of types, each with whether it holds."""
-        whole = (self.max_new_tokens, self.top_k, self.n, self.seed or 0, self.logprobs or 0, *self.stop_token_ids)
+        whole = (self.max_new_tokens, self.top_k, self.n, *self.stop_token_ids)
+        whole += tuple(value for value in (self.seed, self.logprobs) if value is not None)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         real = (self.temperature, self.top_p, self.min_p, *penalties)
         return {
             "whole numbers in max_new_tokens, top_k, n, seed, logprobs and stop_token_ids": all(
-                isinstance(value, numbers.Integral) for value in whole
-            )
-            and not isinstance(self.logprobs, bool),
+                isinstance(value, numbers.Integral) and not isinstance(value, bool) for value in whole
+            ),
             "numbers in temperature, top_p, min_p and penalties": all(
-                isinstance(value, numbers.Real) for value in real
+                isinstance(value, numbers.Real) and not isinstance(value, bool) for value in real
             ),
             "several strings in stop, not one": not isinstance(self.stop, str)
             and all(isinstance(stop, str) for stop in self.stop),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.sampling import SamplingParams
@@ -26,7 +26,18 @@ NO_EFFECT: Final = (
 )
 """Fields of the protocol that say nothing about the text of an answer: any value of theirs is accepted."""
 
+
+def _number(value: Any) -> Any:
+    """Pass numbers on: in Python booleans are some, and pydantic reads strings as such."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"should be a number, not {str(value)[:50]!r}")
+    return value
+
+
+_Whole = Annotated[int, BeforeValidator(_number)]
+_Real = Annotated[float, BeforeValidator(_number)]
 _Stop = Annotated[str, Field(max_length=1000)]
+_Flag = Annotated[bool, Field(strict=True)]
 
 
 class _ResponseFormat(BaseModel):
@@ -60,7 +71,7 @@ class _ResponseFormat(BaseModel):
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
+    include_usage: _Flag = False
     include_obfuscation: Literal[False] = False
 
 
@@ -68,21 +79,21 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str = ""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    n: Annotated[int, Field(ge=1, le=32)] = 1
-    stream: bool = False
+    max_tokens: Annotated[_Whole, Field(ge=1)] | None = None
+    temperature: Annotated[_Real, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[_Real, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[_Whole, Field(ge=0)] = 0
+    min_p: Annotated[_Real, Field(ge=0, le=1)] = 0.0
+    n: Annotated[_Whole, Field(ge=1, le=32)] = 1
+    stream: _Flag = False
     stream_options: _StreamOptions = _StreamOptions()
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    logit_bias: dict[int, float] | None = None
-    ignore_eos: bool = False
+    seed: Annotated[_Whole, Field(ge=-(2**63), lt=2**64)] | None = None
+    presence_penalty: Annotated[_Real, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[_Real, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[_Real, Field(gt=0)] = 1.0
+    logit_bias: dict[int, _Real] | None = None
+    ignore_eos: _Flag = False
     response_format: _ResponseFormat | None = None
 
     @model_validator(mode="before")
@@ -121,8 +132,8 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | Annotated[list[str] | list[list[int]], Field(max_length=2048)]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: str | list[_Whole] | Annotated[list[str] | list[list[_Whole]], Field(max_length=2048)]
+    logprobs: Annotated[_Whole, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -197,9 +208,9 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Annotated[_Whole, Field(ge=1)] | None = None
+    logprobs: _Flag = False
+    top_logprobs: Annotated[_Whole, Field(ge=0, le=20)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -233,10 +244,10 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: str | list[int] | Annotated[list[str] | list[list[int]], Field(max_length=2048)]
+    input: str | list[_Whole] | Annotated[list[str] | list[list[_Whole]], Field(max_length=2048)]
     model: str = ""
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[_Whole, Field(ge=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
