@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,8 @@ from torch.nn import functional
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
+from ds_parallel.config import LayerSpecConfig
+from ds_parallel.tensor import ShardKind, TensorOptions, TensorPlan, facts_of, make_tensor_plan, parallelize_model
 from ds_testing import world
 
 
@@ -111,10 +114,46 @@ def test_what_is_not_proven_is_refused(kind: type[nn.Module]) -> None:
 
 @world(2)
 def test_two_ranks_equal_one() -> None:
-    whole, net = model(), model()
+    net = model()
+    equals_one_process(net, model(), make_tensor_plan(facts_of(net), TensorOptions(degree=2)))
+
+
+class HeadsOfAConfiguration(nn.Module):
+    """No number of its attention says how many heads there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.config = SimpleNamespace(num_attention_heads=3, num_key_value_heads=3, hidden_size=12)
+        self.attention = nn.ModuleDict({key: nn.Linear(12, 12) for key in ("q_proj", "k_proj", "v_proj", "o_proj")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = self.config.hidden_size // self.config.num_attention_heads
+        q, k, v = (
+            self.attention[key](x).unflatten(-1, (-1, width)).transpose(1, 2) for key in ("q_proj", "k_proj", "v_proj")
+        )
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.attention["o_proj"](out.transpose(1, 2).flatten(-2))
+
+
+@world(2)
+def test_layers_are_cut_between_heads_that_only_a_configuration_counts() -> None:
+    net = HeadsOfAConfiguration()
+    facts = facts_of(net)
+    with pytest.raises(PlanError, match=r"no layer of .* is cut"):  # by a trace: it has the numbers as constants
+        make_tensor_plan(facts, TensorOptions(degree=2))
+    kinds = {r".*\.[qkv]_proj\.weight": "column", r".*\.o_proj\.weight": "row"}
+    specs = tuple(LayerSpecConfig(patterns=(names,), partition_type=kind) for names, kind in kinds.items())
+    plan = make_tensor_plan(facts, TensorOptions(degree=2, specs=specs))
+    widths = {(cut.width(0), cut.width(1)) for decision in plan.decisions for cut in decision.cuts.values()}
+    assert widths == {(8, 4)}
+    equals_one_process(net, HeadsOfAConfiguration(), plan)
+
+
+def equals_one_process(net: nn.Module, whole: nn.Module, plan: TensorPlan) -> None:
     x = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1))
     whole(x).square().mean().backward()
-    cut = parallelize_model(net, make_tensor_plan(facts_of(net), TensorOptions(degree=2)), ds_comm.world_group())
+    cut = parallelize_model(net, plan, ds_comm.world_group())
     loss = net(x).square().mean()
     loss.backward()
     torch.testing.assert_close(loss, whole(x).square().mean(), atol=1e-6, rtol=1e-6)

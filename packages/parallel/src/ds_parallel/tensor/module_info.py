@@ -79,12 +79,15 @@ class AttentionInfo:
         heads: How many.
         width: Elements of one head; 0 where the module does not say.
         attributes: Its own whole numbers that follow from the number of heads.
+        stated: Whether the module has numbers of heads itself; else they are those of a configuration, and what its forward does with
+            them is not known: layers are cut between whole heads, nothing follows.
     """
 
     name: str
     heads: HeadCounts
     width: int
     attributes: Mapping[str, int]
+    stated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def facts_of(model: nn.Module, *, structure: bool = True) -> ModelFacts:
     attentions = {attention.name: attention for attention in _attentions(model)}
     tp_plan, kind = dict(_own_plan(model)), getattr(config, "model_type", None)
     described = bool(tp_plan) or preset_for(kind, flags) is not None
-    counts = {a.name: (a.heads.query, a.heads.key_value, a.width) for a in attentions.values()}
+    counts = {a.name: (a.heads.query, a.heads.key_value, a.width) for a in attentions.values() if a.stated}
     return ModelFacts(
         kind,
         flags,
@@ -181,13 +184,18 @@ def _layers(model: nn.Module) -> Iterator[LayerInfo]:
 
 
 def _attentions(model: nn.Module) -> Iterator[AttentionInfo]:
+    of_model = getattr(model, "config", None)
     for name, module in model.named_modules(remove_duplicate=False):
         numbers = {key: value for key, value in vars(module).items() if type(value) is int}
-        width = next((numbers[key] for key in _HEAD_WIDTHS if key in numbers), 0)
-        if not width or not any(True for _ in module.children()):
-            continue
         sizes = {key: child.out_features for key, child in module.named_children() if isinstance(child, nn.Linear)}
         config = getattr(module, "config", None)
+        width = next((numbers[key] for key in _HEAD_WIDTHS if key in numbers), 0)
+        stated = width > 0
+        if not stated and not _first(numbers, QUERY_COUNTS) and "att" in name.rpartition(".")[2].lower():
+            config = of_model if config is None else config
+            width = _head_width(sizes, _first(config, QUERY_COUNTS))
+        if not width or not any(True for _ in module.children()):
+            continue
         query = _first(numbers, QUERY_COUNTS) or _wide(sizes, _QUERIES, width) or _first(config, QUERY_COUNTS)
         if not query:
             continue
@@ -202,7 +210,7 @@ def _attentions(model: nn.Module) -> Iterator[AttentionInfo]:
         if query % keys == 0:
             follow = (*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *BLOCK_COUNTS, *WIDTHS)
             attributes = {key: value for key, value in numbers.items() if key in follow}
-            yield AttentionInfo(name, HeadCounts(query, keys), width, attributes)
+            yield AttentionInfo(name, HeadCounts(query, keys), width, attributes if stated else {}, stated)
 
 
 def _first(values: Any, names: tuple[str, ...]) -> int:
@@ -215,6 +223,14 @@ def _first(values: Any, names: tuple[str, ...]) -> int:
 
 def _wide(sizes: Mapping[str, int], names: tuple[str, ...], width: int) -> int:
     return next((sizes[key] // width for key in names if key in sizes and sizes[key] % width == 0), 0)
+
+
+def _head_width(sizes: Mapping[str, int], heads: int) -> int:
+    """Elements of a head where layers of their own make queries and keys; 0 where they do not divide into as many heads."""
+    queries = next((sizes[key] for key in _QUERIES if key in sizes), 0)
+    keys = next((sizes[key] for key in _KEYS if key in sizes), 0)
+    width = queries // heads if heads else 0
+    return width if width and queries == width * heads and keys and keys % width == 0 else 0
 
 
 def _own_plan(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -219,7 +219,8 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
     decisions = _with_tied_heads(tuple(_decide(layer, rules, facts, options) for layer in facts.layers), facts)
     decisions = _with_head_norms(decisions, facts)
     _check(decisions, facts, options)
-    cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
+    named = dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)
+    cut = [attention for name in named if (attention := facts.attentions[name]).stated]
     heads = {attention.name: attention.heads.stretches(options.degree) for attention in cut}
     attributes = {attention.name: _attributes(attention, options.degree) for attention in cut}
     in_halves = options.half_batches and options.degree > 1
