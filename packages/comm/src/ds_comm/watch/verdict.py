@@ -26,6 +26,7 @@ class RankReport:
         now_s: Its clock when it reported; its stamps are on the same clock.
         stamps: Its last operations, oldest first.
         heads: The last mark in each group, where stamps do not tell.
+        standstill: That a signal has stopped it, and how it goes on; empty while it runs.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class RankReport:
     now_s: float
     stamps: tuple[Stamp, ...]
     heads: Mapping[str, int] = field(default_factory=dict)
+    standstill: str = ""
 
     def waits(self) -> list[Stamp]:
         """Return the operations in which this rank is blocked, the longest wait first."""
@@ -52,6 +54,8 @@ class RankReport:
         if self.gone:
             last = self.stamps[-1] if self.stamps else None
             return f"has ended ({self.gone})" + (f", last in {last}" if last else "")
+        if self.standstill:
+            return self.standstill + _last(self)
         waiting = self.waits()
         if waiting:
             return f"waits for {waiting[0]}" + (f" at {self.frame}" if self.frame else "")
@@ -137,9 +141,9 @@ def _culprits(wait: Stamp, others: Iterable[RankReport]) -> Iterator[tuple[str, 
                 f" and has ended ({other.gone})" if other.gone else f" and is at {other.frame}" if other.frame else ""
             )
             yield "comm-mismatch", f"rank {other.rank} came with {stamp} instead{where}"
-        elif other.gone:
+        elif other.gone or other.standstill:
             if other.head(wait.key) < wait.mark or not wait.mark or (stamp is not None and not stamp.ended_s):
-                yield "comm-peer-left", f"rank {other.rank} {other.place()}"
+                yield "comm-peer-left" if other.gone else "comm-hang", f"rank {other.rank} {other.place()}"
         elif _missing(wait, other):
             yield "comm-hang", f"rank {other.rank} did not come: it {other.place()}"
 

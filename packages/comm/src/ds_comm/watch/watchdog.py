@@ -330,12 +330,9 @@ class Watchdog:
     def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> RankReport:
         peer = self._peers.get(rank)
         stamps = () if peer is None else tuple(peer.stamps()[-_REPORTED:])
-        frame = (
-            f"a standstill, stopped by a signal (`kill -CONT {peer.pid}` lets it go on)"
-            if peer is not None and peer.stopped()
-            else ""
-        )
-        return RankReport(rank, why, frame, time.monotonic(), stamps, dict(heads))
+        stopped = peer is not None and not why and peer.stopped()
+        standstill = f"was stopped by a signal (`kill -CONT {peer.pid}` lets it go on)" if peer and stopped else ""
+        return RankReport(rank, why, "", time.monotonic(), stamps, dict(heads), standstill)
 
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
         if self._rank in ranks and self._wait_until_s > time.time():
