@@ -141,6 +141,18 @@ def test_five_steps(stage: int, tensor: int) -> None:
 
 
 @world(4)
+def test_a_model_that_each_rank_began_with_other_numbers_is_that_of_the_first() -> None:
+    model, rank = Decoder(), torch.distributed.get_rank()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(rank)  # as without a seed
+    engine, *_ = ds_engine.initialize(model=model, config=configuration(1, 4))
+    torch.testing.assert_close(train(engine, batches(3)), alone(3)[0], atol=1e-5, rtol=1e-5)
+    engine.close()
+    set_place("")
+
+
+@world(4)
 def test_saved_at_one_degree_and_loaded_at_another(tmp_path: Path) -> None:
     """Tensor 2, stage 1 -> tensor 4, stage 3 -> tensor 1, stage 2: the next steps are those of one run."""
     wanted, _ = alone(6)

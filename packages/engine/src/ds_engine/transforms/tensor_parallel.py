@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_comm import Group, param_sharding
+from ds_comm.broadcast_state import make_same
 from ds_config.errors import UnsupportedError
 from ds_engine.plan import Shapes
 from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_parallel.tensor import TensorParallelModel, TensorPlan, make_tensor_plan, parallelize_model
+from ds_parallel.tensor.sharded_linear import ShardedLinear
 from ds_zero.layout.units import ParamInfo
+from ds_zero.runtime.init_shards import is_scattered
 
 __all__ = ["Tensor"]
 
@@ -63,6 +67,7 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
         return replace(shapes, params=tuple(part for info in shapes.params for part in parts(info)))
 
     def apply(self, what: TensorPlan, site: BuildContext) -> TensorParallelModel:
+        _make_same(site.model, site.mesh["tensor"])
         parallel_model = parallelize_model(site.model, what, site.mesh["tensor"])
         section = site.plan.config.tensor_parallel
         if section is not None and section.vocab_parallel_lm_head:
@@ -78,6 +83,20 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
 
     def undo(self, applied: TensorParallelModel) -> None:
         applied.undo()
+
+
+def _make_same(model: nn.Module, group: Group) -> None:
+    """Make whole parameters and buffers those of the first tensor rank: a program that has no seed gives each rank others."""
+    parts = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, ShardedLinear)
+        for param in module.parameters(recurse=False)
+        if module.sharded_dim(param) is not None
+    }
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not (t.is_meta or is_scattered(t))]
+    known = [(tensor, param_sharding(tensor)) for tensor in tensors if id(tensor) not in parts]
+    make_same([tensor for tensor, what in known if what.family is None and what.box is None], group)
 
 
 def _follow(parallel_model: TensorParallelModel, site: BuildContext) -> None:
