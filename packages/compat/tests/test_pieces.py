@@ -290,6 +290,20 @@ def test_leaf_modules():
         deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv2d])
 
 
+def test_a_leaf_of_the_configuration_that_no_module_is_is_told(monkeypatch, caplog):
+    from deepspeed._ours.zero.module_marks import mark_leaf_modules
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+
+    monkeypatch.setattr(logging.getLogger("DeepSpeed"), "propagate", True)
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    mark_leaf_modules(model, DeepSpeedZeroLeafModuleConfig())
+    assert not caplog.messages
+    named = {"classes": ["ReLU", "Tanh"], "names": ["0", "head"], "name_suffixes": ["experts"]}
+    mark_leaf_modules(model, DeepSpeedZeroLeafModuleConfig(**named))
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1]]
+    assert "no module of Sequential is Tanh, head, experts" in caplog.text
+
+
 def test_timers():
     timers = SynchronizedWallClockTimer()
     timers("a").start()
@@ -566,6 +580,14 @@ def test_estimators_come_from_the_plan():
     assert estimate_zero2_model_states_mem_needs_all_cold(10**6, 8) < estimate_zero2_model_states_mem_needs_all_cold(
         10**6, 1
     )
+
+
+def test_estimators_take_sizes_as_the_tutorial_writes_them():
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold
+
+    assert estimate_zero3_model_states_mem_needs_all_cold(
+        total_params=2851e6, largest_layer_params=32e6, num_gpus_per_node=8
+    ) == estimate_zero3_model_states_mem_needs_all_cold(2851 * 10**6, 32 * 10**6, 8)
 
 
 def test_counting_operations(tmp_path, caplog, capsys):

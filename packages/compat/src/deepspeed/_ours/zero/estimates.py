@@ -22,10 +22,10 @@ def _estimate(model: nn.Module | list[ParamInfo], stage: int, ranks: int) -> int
     return memory_plan.peak
 
 
-def _cold(total_params: int, largest_layer_params: int) -> list[ParamInfo]:
-    layers = max(1, total_params // max(1, largest_layer_params))
-    size = total_params // layers
-    return [ParamInfo(f"layer{i}", (size,), "float32", f"layer{i}", 0) for i in range(layers)]
+def _cold(total_params: float, largest_layer_params: float) -> list[ParamInfo]:
+    layers = max(1, int(total_params // max(1, largest_layer_params)))
+    size = int(total_params // layers)
+    return [ParamInfo(f"layer{i}", (size,), "float32", "", 0) for i in range(layers)]
 
 
 def _estimates(

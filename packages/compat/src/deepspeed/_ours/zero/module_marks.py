@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.config.section_models import DEFAULT_LEAF_MODULE_CLASSES
+from deepspeed._ours.monitor.upstream_logging import logger
 
 _LEAF = "_z3_leaf"
 
@@ -99,11 +101,14 @@ def _flag_by_text(
 def mark_leaf_modules(model: nn.Module, section: Any) -> None:
     """Mark the leaf modules of `zero_optimization.leaf_module`.
 
-    A name that matches nothing is no error, since the defaults name many models.
+    What the program named and no module has is told in a warning; the default classes name many models.
     """
-    set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
-    set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
-    set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)
+    classes = [cls for cls in section.classes if not set_z3_leaf_modules(model, [cls], raise_if_not_found=False)]
+    _, names = set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)
+    missing = [cls for cls in classes if cls not in DEFAULT_LEAF_MODULE_CLASSES] + names + suffixes
+    if missing:
+        logger.warning("zero_optimization.leaf_module: no module of %s is %s", type(model).__name__, ", ".join(missing))
 
 
 def _flag(
