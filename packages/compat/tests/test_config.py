@@ -109,12 +109,12 @@ def test_what_does_nothing_beside_other_keys_is_left_out_with_a_warning_that_say
 def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_out_with_a_warning(said):
     raw = {
         "zero_optimization": {"stage": 2, "ignore_unused_parameters": False},
-        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
+        "torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["torch.nn.Linear"]},
         "seq_parallel_communication_data_type": "bf16",
         "pipeline": {"stages": 3, "partition": "uniform", "seed_layers": True, "activation_checkpoint_interval": 1},
     }
     section = {"pipeline": {"activation_checkpoint_interval": 1}}
-    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}} | section
+    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": False}} | section
     assert [message.split(" ")[0] for message in said.messages] == [
         "torch_autocast.lower_precision_safe_modules",
         "seq_parallel_communication_data_type",
@@ -124,6 +124,8 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
         "zero_optimization.ignore_unused_parameters",
     ]
     deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
+    safe = accepted({"torch_autocast": {"enabled": True}})["torch_autocast"]["lower_precision_safe_modules"]
+    assert safe == [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
     assert accepted({"zero_optimization": {"ignore_unused_parameters": True}})["zero_optimization"]
     for host in ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}):  # there upstream looks for them
         section = {"stage": 2, "ignore_unused_parameters": False, **host}

@@ -55,6 +55,26 @@ def test_initialize_runs_nothing_of_the_model(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(("asked", "low"), [(None, ("a.", "b.")), (["torch.nn.LayerNorm"], ("norm.",)), ([], ())])
+@world(2)
+def test_gradients_of_safe_modules_travel_in_autocasts_format(asked: list[str] | None, low: tuple[str, ...]) -> None:
+    import deepspeed
+    from deepspeed.runtime.torch_autocast import get_all_comm_dtypes, get_comm_dtype, has_comm_dtype
+
+    model = Counting()
+    model.norm = nn.LayerNorm(4)
+    section = {"enabled": True, "dtype": "bfloat16"}
+    section |= {} if asked is None else {"lower_precision_safe_modules": asked}
+    engine, *_ = deepspeed.initialize(model=model, config=settings(2, torch_autocast=section))
+    for name, param in engine.module.named_parameters():
+        assert has_comm_dtype(param) is name.startswith(low or ("-",)), name
+        assert get_comm_dtype(param) is (torch.bfloat16 if has_comm_dtype(param) else torch.float32)
+    assert (torch.bfloat16 in get_all_comm_dtypes(engine.module.parameters())) is bool(low)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.destroy()
+
+
 class Adapted(nn.Module):
     """Layers with fp32 adapters beside them, as PEFT makes them of a model that transformers loaded."""
 

@@ -56,6 +56,8 @@ def _of_precision(c: Config, mesh: MeshSpec) -> Iterator[Broken]:
             "fp16.fp16_master_weights_and_grads": fp16.fp16_master_weights_and_grads and not fp16.enabled,
             "bf16.bf16_master_weights_and_grads": bf16.bf16_master_weights_and_grads and not bf16.enabled,
             "torch_autocast.dtype": autocast.dtype is not None and not autocast.enabled,
+            "torch_autocast.lower_precision_safe_modules": bool(autocast.lower_precision_safe_modules)
+            and not autocast.enabled,
         }
     )
     if ignored:

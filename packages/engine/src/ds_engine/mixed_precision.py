@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.config import Config
-from ds_zero import LossScale, Precision
+from ds_zero import LossScale, Precision, PrecisionRule
+from ds_zero.layout.units import ModuleInfo, ParamInfo
 from ds_zero.planning.unit_plan import gradient_text
 
-__all__ = ["Casting", "buffer_note", "casting_of", "precision_of", "precision_text"]
+__all__ = ["Casting", "buffer_note", "casting_of", "low_precision_rules", "precision_of", "precision_text"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     name: dtype
@@ -92,6 +95,44 @@ def casting_of(config: Config) -> Casting:
     )
 
 
+def low_precision_rules(
+    config: Config, modules: Sequence[ModuleInfo], params: Sequence[ParamInfo]
+) -> tuple[PrecisionRule, ...]:
+    """Return the rule for gradients that `torch_autocast.lower_precision_safe_modules` lets travel in autocast's format.
+
+    Raises:
+        UnsupportedError: of the model only names are known ("plan-model").
+        ConfigError: a class cannot be imported ("precision-modules").
+    """
+    classes, low = config.torch_autocast.lower_precision_safe_modules, casting_of(config).autocast
+    if not classes or low is None:
+        return ()
+    if params and not any(module.kind for module in modules):
+        raise UnsupportedError(
+            "torch_autocast.lower_precision_safe_modules names classes; the names in weight files do not say what modules they are",
+            code="plan-model",
+            fix="Name the model by its config.json or by a function that makes it.",
+        )
+    kinds = {_imported_name(name) for name in classes}
+    owners = {module.name for module in modules if module.kind in kinds}
+    names = frozenset(param.name for param in params if param.name.rpartition(".")[0] in owners)
+    return (PrecisionRule(names, reduce=low),)
+
+
+def _imported_name(name: str) -> str:
+    """Return where the class lies that `name` imports: `torch.nn.modules.linear.Linear` of `torch.nn.Linear`."""
+    place, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(place), attribute)
+        return f"{found.__module__}.{found.__qualname__}"
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"torch_autocast.lower_precision_safe_modules: {name!r} cannot be imported: {error}",
+            code="precision-modules",
+            fix='Give the module and the name of a class, as "torch.nn.Linear".',
+        ) from error
+
+
 def precision_text(precision: Precision, casting: Casting) -> str:
     """Describe precision and casting in one line for the plan."""
     travel = precision.reduce or precision.param
@@ -100,7 +141,9 @@ def precision_text(precision: Precision, casting: Casting) -> str:
         gradients = f"in {gradient_text(travel, precision.accumulate or torch.promote_types(travel, torch.float32))}"
     text = f"parameters {_name(precision.param, 'as the model')}, gradients travel {gradients}"
     for rule in precision.rules:
-        text += f", {rule.names} {_name(rule.param, 'as the others')}"
+        formats = [] if rule.param is None and rule.reduce is not None else [_name(rule.param, "as the others")]
+        formats += [] if rule.reduce is None else [f"gradients travel in {_name(rule.reduce, '')}"]
+        text += f", {rule.subject} {', '.join(formats)}"
     if precision.master is not None:
         text += f", masters {_name(precision.master, '')}"
     if precision.scale is not None:

@@ -17,7 +17,7 @@ from ds_engine.config import Config
 from ds_engine.config_rules import asked_batch, check_rules
 from ds_engine.data_plan import reading_of
 from ds_engine.health import Health
-from ds_engine.mixed_precision import casting_of, precision_of
+from ds_engine.mixed_precision import casting_of, low_precision_rules, precision_of
 from ds_engine.optimizer_table import state_tensors
 from ds_engine.plan import ForeignFiles, LoggingPlan, Plan, Shapes, ShardPlan
 from ds_engine.transforms import TRANSFORMS, TransformInput, decide_all
@@ -70,7 +70,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     if sharding.split is not None:
         sharding.split.importance(1)  # whatever is wrong with it is said before anything is made
     rules = tuple(PrecisionRule(names, param=getattr(torch, dtype)) for names, dtype in shapes.formats)
-    precision = replace(precision_of(config), rules=rules)
+    precision = replace(precision_of(config), rules=rules + low_precision_rules(config, shapes.modules, shapes.params))
     states = _states(config, shapes, precision)
     # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
     state_count = state_tensors(config.optimizer) + (sharding.split is not None)

@@ -369,9 +369,11 @@ class TorchAutocastConfig(StrictModel):
 
     enabled: bool = Field(default=False, description="Run forward under torch.autocast.")
     dtype: AutocastDType | None = Field(default=None, description="Its format; null is torch's choice for the device.")
-    lower_precision_safe_modules: Annotated[
-        tuple[str, ...] | None, Unsupported("communication_data_type, for all parameters alike")
-    ] = None
+    lower_precision_safe_modules: tuple[str, ...] | None = Field(
+        default=None,
+        description='Classes of modules ("torch.nn.Linear") the gradients of whose own parameters travel in `dtype`; null: those of none.',
+        examples=[["torch.nn.Linear"]],
+    )
 
 
 class DataTypesConfig(StrictModel):

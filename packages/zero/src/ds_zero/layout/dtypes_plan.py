@@ -124,14 +124,14 @@ def _is_trainable(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionRule:
-    """Formats of the parameters whose qualified name matches a glob (`"*.norm?.*"`, `"head.weight"`).
+    """Formats of the parameters whose qualified name matches a glob (`"*.norm?.*"`, `"head.weight"`), or is in a set.
 
     Attributes:
-        names: The glob; `*` matches dots, too.
+        names: The glob; `*` matches dots, too. Or the names.
         param, reduce, accumulate, master, state: As in Precision; None: as the rule of all others says.
     """
 
-    names: str
+    names: str | frozenset[str]
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
@@ -140,6 +140,15 @@ class PrecisionRule:
 
     def __post_init__(self) -> None:
         _check_formats(self)
+
+    @property
+    def subject(self) -> str:
+        """The glob, or how many names there are."""
+        return repr(self.names) if isinstance(self.names, str) else f"{len(self.names)} parameters"
+
+    def matches(self, name: str) -> bool:
+        """Whether the rule is for parameter `name`."""
+        return fnmatchcase(name, self.names) if isinstance(self.names, str) else name in self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +198,7 @@ class Precision:
         """Number of the rule that applies to a parameter; None if none does, -1 for one that is in no module of the model and keeps its format."""
         if name.startswith(OUTSIDE):
             return -1
-        return next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.names)), None)
+        return next((i for i, rule in enumerate(self.rules) if rule.matches(name)), None)
 
     def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
         """Return the dtypes of a parameter whose own dtype is `dtype`. What is no floating-point parameter, or stored in 8 bits, stays unchanged."""

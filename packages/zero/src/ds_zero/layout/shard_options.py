@@ -423,7 +423,10 @@ def describe(
         habits: Traits of the optimizer, for all trained parameters or by number of the group.
         precision: Parameters with different precision rules do not share a unit.
     """
-    modules = [ModuleInfo(name, has_forward(module)) for name, module in model.named_modules()]
+    modules = [
+        ModuleInfo(name, has_forward(module), f"{type(module).__module__}.{type(module).__qualname__}")
+        for name, module in model.named_modules()
+    ]
     params = []
     for name, param in named_members(model).items():
         owner = "" if name.startswith(OUTSIDE) else name.rpartition(".")[0]
@@ -438,7 +441,7 @@ def describe(
     for number, asked in enumerate(precision.rules if precision is not None else ()):
         if all(param.rule != number for param in params):
             _log.warning(
-                "precision: the rule for %r has no effect: earlier rules match all its parameters, or it has none",
-                asked.names,
+                "precision: the rule for %s has no effect: earlier rules match all its parameters, or it has none",
+                asked.subject,
             )
     return params, modules

@@ -146,10 +146,17 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module: its qualified name, and whether it has a forward of its own (a ModuleList has none)."""
+    """One module.
+
+    Attributes:
+        name: Qualified.
+        callable: Whether it has a forward of its own (a ModuleList has none).
+        kind: Its class, with the module that defines it; empty where only names of parameters are known.
+    """
 
     name: str
     callable: bool = True
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, get_args
 
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.zero.comm_dtypes import get_default_autocast_lower_precision_modules
 from ds_config import classify, dotted, keys, nearest
 from ds_engine import Config
 from ds_engine.config_sections import MuonParams
@@ -64,6 +65,10 @@ def accepted(raw: Raw) -> dict[str, Any]:
             document = _without(document, path)
             if value not in (False, {}) or path in (_UNUSED, _TORCH_STATES):
                 _log.warning("%s does nothing here and was left out: %s", ".".join(path), reason)
+    autocast = section_of(document, "torch_autocast")
+    if autocast.get("enabled") is True and autocast.get("lower_precision_safe_modules") is None:
+        classes = get_default_autocast_lower_precision_modules()
+        document["torch_autocast"] = {**autocast, "lower_precision_safe_modules": classes}
     _check_tag_validation(section_of(document, "checkpoint"))
     for report in classify(Config, document):
         if report.kind == "no effect" and all(isinstance(part, str) for part in report.path):
@@ -162,7 +167,7 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("bf16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("bfloat16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
-    (("torch_autocast", "lower_precision_safe_modules"), lambda raw: True, _FORMAT),
+    (("torch_autocast", "lower_precision_safe_modules"), _off("torch_autocast"), "torch_autocast is not enabled"),
     (("seq_parallel_communication_data_type",), lambda raw: True, _FORMAT),
     (
         _TORCH_STATES,

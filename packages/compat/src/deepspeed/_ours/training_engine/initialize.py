@@ -30,6 +30,7 @@ from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoi
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
 from deepspeed._ours.training_engine.pipeline import PipelineEngine
+from deepspeed._ours.zero.comm_dtypes import mark_comm_dtypes
 from deepspeed._ours.zero.module_marks import mark_leaf_modules
 from deepspeed._ours.zero.params import is_zero_param
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
@@ -135,6 +136,7 @@ def initialize(
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     engine.mpu = engine.grid if isinstance(engine, PipelineEngine) else mpu
+    mark_comm_dtypes(engine.module, plan.precision)
     _note_layers(engine, model, request)
     if engine.follower(RandomLTD) is not None and not is_converted(engine.module) and world_group().rank == 0:
         logger.warning("random_ltd: all layers see all tokens until convert_to_random_ltd(engine, the layers' class)")
