@@ -135,6 +135,13 @@ def test_the_caller_decides_where_a_step_ends(stage):
     engine.backward(loss_of(engine, 0, engine.mesh.rank), scale_wrt_gas=False)
     engine.step()
     assert engine.global_steps == 5
+    engine.set_gradient_accumulation_boundary(None)  # was False: no step from here on, with no word
+    steps = []
+    for micro in range(4):  # after five microbatches that had a `step`, the next one is a step's second
+        engine.backward(loss_of(engine, micro, engine.mesh.rank))
+        engine.step()
+        steps.append(engine.global_steps)
+    assert steps == [6, 6, 7, 7]
     engine.destroy()
     deepspeed.comm.destroy_process_group()
 

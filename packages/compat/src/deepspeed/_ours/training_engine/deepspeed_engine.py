@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import accumulates, transformed, tree_leaves
-from deepspeed._ours.base.forwarding import answers, reads
+from deepspeed._ours.base.forwarding import answers
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
@@ -103,7 +103,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine, metaclas
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
         super().__init__(plan, components)
         self._config = DeepSpeedConfig({} if config is None else config, plan=plan)
-        self._boundary: bool | None = None
+        self._is_gradient_accumulation_boundary: bool | None = None
         self._communication: torch.dtype | None = None
         self._open: str | None = None
         self._scaled = False
@@ -283,26 +283,30 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine, metaclas
         "Do nothing: gradients of a plain `loss.backward()`, also of losses that engines share, are processed on arrival.",
     )
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward and the following step end a gradient accumulation, until the next call."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the next backward and the following step end a gradient accumulation, until the next call; None: the engine counts again."""
         if not self.plan.managed:
             raise refused("boundary-unmanaged")
-        self._boundary = bool(is_boundary)
-
-    _is_gradient_accumulation_boundary = reads("_boundary", "What `set_gradient_accumulation_boundary` was given.")
+        self._is_gradient_accumulation_boundary = None if is_boundary is None else bool(is_boundary)
+        if is_boundary is None:
+            self.micro_steps = (
+                self.micro_steps
+            )  # upstream counts from the first microbatch on, whatever was a boundary since
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current microbatch ends a step."""
-        return super().is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
+        told = self._is_gradient_accumulation_boundary
+        return super().is_gradient_accumulation_boundary() if told is None else told
 
     def next_backward(self) -> Action:
         """Return the action of the next backward: the program's, or the caller's decision on the boundary.
 
         Sharded gradients are reduced in every backward, unsharded gradients in the last.
         """
-        if self._boundary is None:
+        told = self._is_gradient_accumulation_boundary
+        if told is None:
             return super().next_backward()
-        return replace(self._backwards[-1], reduce=self._boundary or self.plan.residency.shard_grads)
+        return replace(self._backwards[-1], reduce=told or self.plan.residency.shard_grads)
 
     allreduce_gradients = answers(
         None, "Do nothing: the last backward of a step reduces, and `step` finishes pending reductions."
