@@ -5,7 +5,15 @@ import os
 
 import pytest
 
-from ds_config.regular_file import leads_out, read_regular, read_regular_text, replace_text, replacing
+from ds_config.regular_file import (
+    leads_out,
+    read_json,
+    read_regular,
+    read_regular_text,
+    read_weight_map,
+    replace_text,
+    replacing,
+)
 
 
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
@@ -14,6 +22,27 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
     assert read_regular_text(tmp_path / "a") == "hello"
     with pytest.raises(OSError, match="larger than 3 bytes"):
         read_regular_text(tmp_path / "a", 3)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}", b"[" * 100000, b"7", None])
+def test_what_is_no_json_object_is_an_error_that_names_the_file(tmp_path, content):
+    path = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(LookupError, match=str(path)):
+        read_json(path, LookupError)
+    with pytest.raises(LookupError, match=str(path)):
+        read_weight_map(tmp_path, LookupError)
+
+
+def test_an_index_of_weights(tmp_path):
+    assert read_weight_map(tmp_path, LookupError) is None
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "one"}}')
+    assert read_weight_map(tmp_path, LookupError) == {"a": tmp_path / "one"}
+    for wrong in ('{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{}"):
+        index.write_text(wrong)
+        with pytest.raises(LookupError, match="has no weight_map"):
+            read_weight_map(tmp_path, LookupError)
 
 
 def test_a_pipe_and_a_device_are_refused_at_once(tmp_path):

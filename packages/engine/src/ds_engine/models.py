@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.regular_file import read_json
 from ds_engine.builder import shapes_of
 from ds_engine.plan import Shapes
 from ds_zero.layout.units import ModuleInfo, ParamInfo
@@ -130,7 +131,7 @@ def _of_files(files: list[Path]) -> Shapes:
 def _of_config(path: Path) -> tuple[Shapes, nn.Module | None]:
     if not path.is_file():
         raise _wrong(f"there is no {path}", "Give a folder with config.json or safetensors files.")
-    config = json.loads(path.read_text())
+    config = read_json(path, partial(ConfigError, code="plan-model", fix="Give the config.json of a model."))
     if importlib.util.find_spec("transformers") is not None:
         transformers: Any = importlib.import_module("transformers")
         with torch.device("meta"):

@@ -6,7 +6,6 @@ blocks of each keep their own keys and values: a request's salt is its adapter.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
+from ds_config.regular_file import read_json
 from ds_inference.decoder_weights import Prefixed, arranged, typed_folder_errors
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight
@@ -131,17 +132,19 @@ def _misfit(folder: str | PathLike[str], what: str) -> CheckpointError:
 
 
 def _read(folder: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    weights = Path(folder) / "adapter_model.safetensors"
     try:
-        config = json.loads((Path(folder) / "adapter_config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError(f"adapter_config.json holds a {type(config).__name__}")
-        return config, load_file(Path(folder) / "adapter_model.safetensors")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is no adapter that can be read: {error}",
-            code="inference-adapter",
-            fix="Give the folder that PEFT's save_pretrained wrote: adapter_config.json and adapter_model.safetensors.",
-        ) from error
+        return read_json(Path(folder) / "adapter_config.json", _unread), load_file(weights)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unread(f"{weights} cannot be read: {error}") from error
+
+
+def _unread(text: str) -> CheckpointError:
+    return CheckpointError(
+        text,
+        code="inference-adapter",
+        fix="Give the folder that PEFT's save_pretrained wrote: adapter_config.json and adapter_model.safetensors.",
+    )
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

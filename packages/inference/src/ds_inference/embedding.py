@@ -9,7 +9,6 @@ depend on what is beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_config.errors import CheckpointError, PlanError
+from ds_config.regular_file import read_json
 from ds_inference.llm_engine import Tokenizer
 
 __all__ = ["Embedder", "Pooling", "load_embedder"]
@@ -179,12 +179,12 @@ def _said(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if not (folder / "modules.json").exists():
         return settings
-    modules = json.loads((folder / "modules.json").read_text())
+    modules = read_json(folder / "modules.json", _torn, list)
     settings["normalized"] = any(m["type"].endswith(".Normalize") for m in modules)
     for module in modules:
         file = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling"):
-            pooling = json.loads(file.read_text())
+            pooling = read_json(file, _torn)
             on = [mode for name, mode in _MODES.items() if pooling.get(name)]
             if len(on) != 1:
                 raise CheckpointError(
@@ -195,5 +195,9 @@ def _said(folder: Path) -> dict[str, Any]:
             settings["pooling"] = on[0]
     sizes = folder / "sentence_bert_config.json"
     if sizes.exists():
-        settings["longest"] = json.loads(sizes.read_text()).get("max_seq_length")
+        settings["longest"] = read_json(sizes, _torn).get("max_seq_length")
     return settings
+
+
+def _torn(text: str) -> CheckpointError:
+    return CheckpointError(text, code="inference-folder", fix="Fetch the folder again.")

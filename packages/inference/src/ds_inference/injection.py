@@ -7,7 +7,6 @@ whose family is not declared runs its own forward with it, too, and a warning sa
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import warnings
@@ -15,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import ds_comm
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
+from ds_config.regular_file import read_json
 from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.families import FAMILIES, undeclared
@@ -68,7 +69,7 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
             return config
         values: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     elif isinstance(config, str | Path):
-        values = json.loads(Path(config).read_text())
+        values = read_json(config, partial(ConfigError, code="inference-config", fix="Give the path of a JSON file."))
     elif config is None or isinstance(config, Mapping):
         values = dict(config or {})
     else:
@@ -500,7 +501,10 @@ def _files(checkpoint: str | Mapping[str, Any], base: str) -> list[Path]:
                     f"{place} has neither *.safetensors nor *.bin", code="inference-folder", fix="Give another folder."
                 )
             return files
-        descriptor: Mapping[str, Any] = json.loads(place.read_text())
+        descriptor: Mapping[str, Any] = read_json(
+            place,
+            partial(CheckpointError, code="inference-folder", fix="Give a folder of weights, or a descriptor of them."),
+        )
         base = base or str(place.parent)
     else:
         descriptor = checkpoint

@@ -6,7 +6,6 @@ most files on the hub have. Reading finds out which one a file has. Only bytes o
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_comm import param_sharding
 from ds_config.errors import CheckpointError
+from ds_config.regular_file import read_weight_map
 from ds_moe.autoep import ExpertParallelModel
 from ds_moe.detect import MoEBlock
 from ds_moe.moe_families import MoEFamily
@@ -155,13 +155,9 @@ class _ExpertFiles:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self._stack = path, stack
         self._open: dict[Path, Any] = {}
-        index = path / "model.safetensors.index.json"
-        if path.is_file():
-            self._where = dict.fromkeys(self._file(path).keys(), path)
-        elif index.exists():
-            self._where = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        else:
-            self._where = {name: f for f in sorted(path.glob("*.safetensors")) for name in self._file(f).keys()}  # noqa: SIM118
+        listed = None if path.is_file() else read_weight_map(path, _broken)
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        self._where = listed or {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
         if not self._where:
             raise _broken(f"no safetensors in {path}")
 
@@ -172,13 +168,21 @@ class _ExpertFiles:
         """Read a tensor, or a range of its rows."""
         if name not in self._where:
             raise _broken(f"no {name} in {self.path}")
-        view = self._file(self._where[name]).get_slice(name)
+        try:
+            view = self._file(self._where[name]).get_slice(name)
+        except SafetensorError as error:
+            raise _broken(f"{self._where[name]}: {error}") from error
         value: Tensor = view[:] if rows is None else view[rows.start : rows.stop]
         return value
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            if not path.is_file():
+                raise _broken(f"there is no file {path}")
+            try:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise _broken(f"{path} cannot be read as safetensors: {error}") from error
         return self._open[path]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_config import validate
 from ds_config.config_file import read
 from ds_config.errors import ConfigError
+from ds_config.regular_file import read_json
 from ds_engine import Shapes
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.memory_fit import shapes_of_numbers
@@ -80,5 +81,6 @@ def _shapes(section: AutotuningConfig) -> Shapes | None:
     info = section.model_info
     numel, layers = info.num_params, info.num_layers
     if section.model_info_path and not info.profile and Path(section.model_info_path).is_file():
-        numel = int(json.loads(Path(section.model_info_path).read_text())["num_params"])
+        wrong = partial(ConfigError, code="tune-config", fix="Give the file that a model_info.profile run wrote.")
+        numel = int(read_json(section.model_info_path, wrong)["num_params"])
     return None if numel is None else shapes_of_numbers(numel, layers or 1)

@@ -8,9 +8,8 @@ load_sharded_weights(cut, "llama/", device)        # now memory is taken, for th
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import CheckpointError
+from ds_config.regular_file import read_weight_map
 from ds_parallel.tensor.apply import TensorParallelModel
 
 __all__ = ["load_sharded_weights"]
@@ -114,10 +114,9 @@ class _FolderTensors:
         self._places = dict(self._index(path))
 
     def _index(self, path: Path) -> Iterator[tuple[str, Path]]:
-        listed = path / "model.safetensors.index.json"
-        if path.is_dir() and listed.is_file():
-            weight_map: Mapping[str, str] = json.loads(listed.read_text())["weight_map"]
-            yield from ((name, path / file) for name, file in weight_map.items())
+        listed = read_weight_map(path, _damaged) if path.is_dir() else None
+        if listed is not None:
+            yield from listed.items()
             return
         for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
             yield from ((name, file) for name in self._open(file).keys())  # noqa: SIM118  no mapping
@@ -125,7 +124,7 @@ class _FolderTensors:
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
             try:
-                from safetensors import safe_open  # the extra `hf`
+                from safetensors import SafetensorError, safe_open  # the extra `hf`
             except ImportError as error:
                 raise CheckpointError(
                     "reading safetensors needs the package of that name",
@@ -134,7 +133,10 @@ class _FolderTensors:
                 ) from error
             if not file.is_file():
                 raise CheckpointError(f"there is no {file}", code="tensor-weights", fix="Check the path.")
-            self._handles[file] = self._opened.enter_context(safe_open(str(file), "pt"))
+            try:
+                self._handles[file] = self._opened.enter_context(safe_open(str(file), "pt"))
+            except (OSError, SafetensorError) as error:
+                raise _damaged(f"{file} cannot be read as safetensors: {error}") from error
         return self._handles[file]
 
     def find(self, name: str) -> str | None:
@@ -148,8 +150,16 @@ class _FolderTensors:
         return next((f"{first}.{name}" for first in sorted(firsts) if f"{first}.{name}" in self._places), None)
 
     def slice(self, name: str) -> Any:
-        return self._open(self._places[name]).get_slice(name)
+        opened = self._open(self._places[name])
+        try:
+            return opened.get_slice(name)
+        except Exception as error:  # SafetensorError, of a package that may be absent
+            raise _damaged(f"{self._places[name]}: {error}") from error
 
     def whole(self, name: str) -> Tensor:
         tensor: Tensor = self._open(self._places[name]).get_tensor(name)
         return tensor
+
+
+def _damaged(text: str) -> CheckpointError:
+    return CheckpointError(text, code="tensor-weights", fix="Give a .safetensors file, or a folder that has some.")

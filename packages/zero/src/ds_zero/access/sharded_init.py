@@ -15,6 +15,7 @@ row-major, so a range of a flattened parameter is a range of the file.
 from __future__ import annotations
 
 import json
+import math
 import os
 import weakref
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ import ds_comm as comm
 from ds_comm import Group
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
+from ds_config.regular_file import open_regular, read_weight_map
 from ds_zero.runtime.init_shards import Scatter, is_scattered
 from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 
@@ -268,10 +270,10 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
+    listed = read_weight_map(path, _broken)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if listed is not None:
+        files = sorted(set(listed.values()))
     if not files:
         raise _damaged(path, "there is no .safetensors file")
     return {name: entry for file in files for name, entry in _header(file).items()}
@@ -279,26 +281,29 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 def _header(path: Path) -> dict[str, _Entry]:
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= path.stat().st_size - 8:
                 raise _damaged(path, f"its header cannot be {length} bytes long")
             header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
+            header.pop("__metadata__", None)
+            return {name: _entry(path, 8 + length, name, **facts) for name, facts in header.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    header.pop("__metadata__", None)
-    entries = {}
-    for name, facts in header.items():
-        if facts["dtype"] not in _DTYPES:
-            raise _damaged(path, f"{name} has the format {facts['dtype']}, which torch cannot read here")
-        start = 8 + length + facts["data_offsets"][0]
-        entries[name] = _Entry(path, start, _DTYPES[facts["dtype"]], tuple(facts["shape"]))
-    return entries
+
+
+def _entry(path: Path, data: int, name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> _Entry:
+    if dtype not in _DTYPES:
+        raise _damaged(path, f"{name} has the format {dtype}, which torch cannot read here")
+    start, end = data_offsets
+    if start < 0 or end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise _damaged(path, f"{name} of the format {dtype} and shape {shape} cannot lie at {start} to {end}")
+    return _Entry(path, data + start, _DTYPES[dtype], tuple(shape))
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read as safetensors: {why}",
-        code="pretrained-file",
-        fix="Give a .safetensors file, or a directory that has some.",
-    )
+    return _broken(f"{path} cannot be read as safetensors: {why}")
+
+
+def _broken(text: str) -> CheckpointError:
+    return CheckpointError(text, code="pretrained-file", fix="Give a .safetensors file, or a directory that has some.")
