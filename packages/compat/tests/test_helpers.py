@@ -151,6 +151,9 @@ def test_hosts_and_filters(tmp_path):
     pool = runner.fetch_hostfile(str(file))
     assert pool == {"one": 2, "two": 4}
     assert runner.fetch_hostfile(str(tmp_path / "none")) is None
+    file.write_bytes(b"node1 slots=4\n\xff")  # was a UnicodeDecodeError that names no file
+    with pytest.raises(ConfigError, match=str(file)):
+        runner.fetch_hostfile(str(file))
     assert runner.parse_inclusion_exclusion(pool, "two:1,3@one", "") == {"two": [1, 3], "one": [0, 1]}
     assert runner.parse_inclusion_exclusion(pool, "", "two:0") == {"one": [0, 1], "two": [1, 2, 3]}
     assert runner.parse_resource_filter({"a": [0]}) == {"a": [0]}

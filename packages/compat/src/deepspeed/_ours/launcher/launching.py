@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed._ours.base.raising import refused
 from ds_launcher import cpu_binding
 from ds_launcher.backends import BACKENDS, LaunchJob
-from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
+from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, read_hostfile, select
 from ds_launcher.launch_options import joined, options_of, register
 from ds_launcher.launch_plan import Process
 
@@ -32,12 +32,11 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     """Read a hostfile into host -> slots; None when the file does not exist.
 
     Raises:
-        ConfigError: a bad line, a host given twice, no host at all ("launch-hostfile").
+        ConfigError: a bad line, a host given twice, no host at all, no text ("launch-hostfile").
     """
-    path = Path(hostfile_path)
-    if not path.is_file():
+    if not Path(hostfile_path).is_file():
         return None
-    return {host.name: len(host.slots) for host in parse_hostfile(path.read_text(encoding="utf-8"), str(path))}
+    return {host.name: len(host.slots) for host in read_hostfile(hostfile_path)}
 
 
 def hosts_of(hostfile_lines: Iterable[str]) -> dict[str, int]:
