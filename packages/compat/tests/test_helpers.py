@@ -252,6 +252,27 @@ def test_a_script_may_have_local_rank_itself(order):
     assert parser.parse_args(["--local-rank=2"] if order == "without" else ["--local_rank", "2"]).local_rank == 2
 
 
+def test_launch_takes_the_flags_that_upstreams_runner_gives(monkeypatch):
+    calls = []
+    monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or 0)
+    flags = ["--save_pid", "7", "--enable_each_rank_log", "logs", "--bind_cores_to_rank", "--bind_core_list", "0-3"]
+    command_line.launch(["--log_level", "info", "--quiet", *flags, "--enable_each_rank_log=logs", "t.py", "-q"])
+    command_line.launch(["--enable_each_rank_log=None", "--no_local_rank", "t.py"])
+    assert calls == [
+        ["run", "--local-rank-arg", "--save-pid", "--bind-cores", "--log-dir", "logs", "--core-list", "0-3", "t.py", "-q"],
+        ["run", "t.py"],
+    ]  # fmt: skip
+
+
+def test_ds_to_universal_refuses_flags_that_it_does_not_know(capsys):
+    folders = ["--input_folder", "a", "--output_folder", "b"]
+    known = ["--num_extract_workers", "2", "--num_merge_workers=2", "--keep_temp_folder", "--no_strict"]
+    assert command_line.universal_arguments([*folders, *known]).strict is False
+    with pytest.raises(SystemExit):
+        command_line.universal_arguments([*folders, "--no-strct"])
+    assert "--no-strct" in capsys.readouterr().err
+
+
 def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     calls = []
     monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or 0)

@@ -82,10 +82,13 @@ def test_modules_are_found_as_modules_of_files_are():
     assert sys.meta_path == finders
 
 
-def test_a_module_with_main_is_a_program():
+@pytest.mark.parametrize(
+    "module", ["launcher.runner", "launcher.launch", "utils.zero_to_fp32", "checkpoint.ds_to_universal"]
+)
+def test_a_module_with_main_is_a_program(module):
     source = str(Path(deepspeed.__path__[0]).parent)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--help"]
+    command = [sys.executable, "-m", f"deepspeed.{module}", "--help"]
     found = subprocess.run(command, env=environ, text=True, capture_output=True)
     assert found.returncode == 0
     assert found.stdout.startswith("usage: ")

@@ -108,6 +108,8 @@ class TableFinder:
             raise missing(UnsupportedImportError, fullname, refused)
         if fullname in SURFACE or (name == "__main__" and "main" in SURFACE.get(home, {})):
             spec = ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
+            if name == "__main__":
+                spec.origin = f"{home.rpartition('.')[2]}.py"  # of which `python -m` makes sys.argv[0]
             if spec.submodule_search_locations is not None:
                 spec.submodule_search_locations.append(
                     os.path.join(os.path.dirname(__file__), *fullname.split(".")[1:])

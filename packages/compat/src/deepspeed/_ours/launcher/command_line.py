@@ -82,17 +82,28 @@ def launch(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--master_addr", default="127.0.0.1")
     parser.add_argument("--master_port", type=int, default=29500)
     parser.add_argument("--world_info", default="")
-    for flag in ("--module", "--no_python", "--no_local_rank"):
+    parser.add_argument("--enable_each_rank_log", default="None")
+    parser.add_argument("--save_pid", type=int, default=0)
+    parser.add_argument("--bind_core_list", default="")
+    parser.add_argument("--log_level", help=argparse.SUPPRESS)  # nothing is told but failures
+    parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--module", "--no_python", "--no_local_rank", "--bind_cores_to_rank"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     options = parser.parse_args(args)
     world = decode_world_info(options.world_info) if options.world_info else {}
     counts = [slots if isinstance(slots, int) else len(slots) for slots in world.values()]
-    flags = [flag for flag, on in (("--module", options.module), ("--no-python", options.no_python)) if on]
+    flags = (
+        ("--module", options.module), ("--no-python", options.no_python), ("--local-rank-arg", not options.no_local_rank),
+        ("--save-pid", options.save_pid), ("--bind-cores", options.bind_cores_to_rank),
+    )  # fmt: skip
+    given = [flag for flag, on in flags if on]
+    given += [] if options.enable_each_rank_log == "None" else ["--log-dir", options.enable_each_rank_log]
+    given += ["--core-list", options.bind_core_list] if options.bind_core_list else []
     many = ["--nnodes", str(len(counts)), "--node-rank", str(options.node_rank), "--master-addr", options.master_addr]
     return _ended(ds([
-        "run", *flags, *([] if options.no_local_rank else ["--local-rank-arg"]),
+        "run", *given,
         *(["--nproc", str(counts[options.node_rank])] if counts else []),
         *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
         options.training_script, *options.training_script_args,
@@ -249,19 +260,18 @@ def elastic(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of `ds_to_universal.py` and ignore unknown options."""
-    parser = argparse.ArgumentParser(
-        prog="ds_to_universal.py", description="Convert a checkpoint to the universal layout."
-    )
-    parser.add_argument("--input_folder", required=True)
-    parser.add_argument("--output_folder", required=True)
-    parser.add_argument("--no_strict", dest="strict", action="store_false", help="let patterns of names fit nothing")
-    parser.add_argument(
-        "--inject_missing_state", action="store_true", help="cut along dim 0 where files do not say how"
-    )
-    known, _ = parser.parse_known_args(args)  # upstream's other options speak of workers and of what is kept meanwhile
-    return known
+def universal_arguments(args: Sequence[str] | None = None) -> Any:
+    """Parse the command line of `ds_to_universal.py`. Numbers of workers and `--keep_temp_folder` change nothing: there is no such folder."""
+    return _parsed(
+        "ds_to_universal.py", "Convert a checkpoint to the universal layout.",
+        ("--input_folder", {"required": True}), ("--output_folder", {"required": True}),
+        ("--num_extract_workers", {"type": int, "help": argparse.SUPPRESS}),
+        ("--num_merge_workers", {"type": int, "help": argparse.SUPPRESS}),
+        ("--keep_temp_folder", {"action": "store_true", "help": argparse.SUPPRESS}),
+        ("--no_strict", {"dest": "strict", "action": "store_false", "help": "let patterns of names fit nothing"}),
+        ("--inject_missing_state", {"action": "store_true", "help": "cut along dim 0 where files do not say how"}),
+        args=args,
+    )  # fmt: skip
 
 
 def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
