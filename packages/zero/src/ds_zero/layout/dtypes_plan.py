@@ -144,7 +144,7 @@ class PrecisionRule:
     @property
     def subject(self) -> str:
         """The glob, or how many names there are."""
-        return repr(self.names) if isinstance(self.names, str) else f"{len(self.names)} parameters"
+        return self.names if isinstance(self.names, str) else f"{len(self.names)} parameters"
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for parameter `name`."""

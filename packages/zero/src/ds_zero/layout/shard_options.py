@@ -441,7 +441,7 @@ def describe(
     for number, asked in enumerate(precision.rules if precision is not None else ()):
         if all(param.rule != number for param in params):
             _log.warning(
-                "precision: the rule for %s has no effect: earlier rules match all its parameters, or it has none",
+                "precision: the rule for %r has no effect: earlier rules match all its parameters, or it has none",
                 asked.subject,
             )
     return params, modules
