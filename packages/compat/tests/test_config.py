@@ -125,7 +125,9 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
     ]
     deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
     safe = accepted({"torch_autocast": {"enabled": True}})["torch_autocast"]["lower_precision_safe_modules"]
-    assert safe == [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
+    assert safe == [
+        f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
+    ]
     assert accepted({"zero_optimization": {"ignore_unused_parameters": True}})["zero_optimization"]
     for host in ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}):  # there upstream looks for them
         section = {"stage": 2, "ignore_unused_parameters": False, **host}

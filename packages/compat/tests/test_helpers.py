@@ -273,6 +273,18 @@ def test_ds_to_universal_refuses_flags_that_it_does_not_know(capsys):
     assert "--no-strct" in capsys.readouterr().err
 
 
+def test_launch_shows_ranks_the_devices_of_their_slots(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command_line, "ds", lambda words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for slots in ([2, 3], [0, 1], 2):
+        command_line.launch(["--world_info", runner.encode_world_info({"here": slots}), "t.py"])
+    assert seen == ["6,7", "4,5,6,7", "4,5,6,7"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    with pytest.raises(ConfigError, match="no slot 9"):
+        command_line.launch(["--world_info", runner.encode_world_info({"here": [9]}), "t.py"])
+
+
 def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     calls = []
     monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or 0)

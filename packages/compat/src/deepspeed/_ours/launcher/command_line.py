@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deepspeed._ours.base.raising import not_supported, refused, wrong_argument
 from deepspeed._ours.base.version import version
 from deepspeed._ours.launcher.elasticity import compute_elastic_config
-from deepspeed._ours.launcher.launching import decode_world_info, parse_args
+from deepspeed._ours.launcher.launching import decode_world_info, parse_args, parse_resource_filter
 from ds_ckpt.convert.deepspeed_layout import write_universal
 from ds_ckpt.convert.fp32 import open_training
 from ds_ckpt.convert.pickled import load_pt
@@ -22,6 +23,7 @@ from ds_ckpt.manifest_owner import has_manifest
 from ds_config import read
 from ds_config.errors import ConfigError, DsError
 from ds_launcher.cli import main as ds
+from ds_launcher.devices import find_devices
 from ds_launcher.exports import ALLOWED
 
 HOSTFILE = "/job/hostfile"
@@ -102,12 +104,36 @@ def launch(args: Sequence[str] | None = None) -> int:
     given += [] if options.enable_each_rank_log == "None" else ["--log-dir", options.enable_each_rank_log]
     given += ["--core-list", options.bind_core_list] if options.bind_core_list else []
     many = ["--nnodes", str(len(counts)), "--node-rank", str(options.node_rank), "--master-addr", options.master_addr]
-    return _ended(ds([
-        "run", *given,
-        *(["--nproc", str(counts[options.node_rank])] if counts else []),
-        *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
-        options.training_script, *options.training_script_args,
-    ]))  # fmt: skip
+    with _devices_of(list(world.values())[options.node_rank] if world else 0):
+        return _ended(ds([
+            "run", *given,
+            *(["--nproc", str(counts[options.node_rank])] if counts else []),
+            *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
+            options.training_script, *options.training_script_args,
+        ]))  # fmt: skip
+
+
+@contextmanager
+def _devices_of(slots: int | Sequence[int]) -> Iterator[None]:
+    """Show ranks the devices of these slots of this host; those of the first slots are what they see anyway.
+
+    Raises:
+        ConfigError: the host has no such slot ("launch-filter").
+    """
+    devices = find_devices(os.environ)
+    if not devices.kind or isinstance(slots, int) or list(slots) == list(range(len(slots))):
+        yield
+        return
+    parse_resource_filter({"localhost": range(len(devices.visible))}, f"localhost:{','.join(map(str, slots))}")
+    name, before = devices.variable, os.environ.get(devices.variable)
+    os.environ[name] = ",".join(devices.visible[slot] for slot in slots)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> int:
