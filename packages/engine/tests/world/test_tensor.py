@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_engine
+import ds_zero
 from ds_config.errors import UnsupportedError, set_place
 from ds_testing import world
 
@@ -113,11 +114,12 @@ def train(engine: Any, given: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "inside"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
 @world(4)
-def test_five_steps(stage: int, tensor: int) -> None:
+def test_five_steps(stage: int, inside: bool, tensor: int) -> None:
     wanted, state = alone(5)
-    model = Decoder()
+    with ds_zero.Init(enabled=inside):
+        model = Decoder()
     engine, *_ = ds_engine.initialize(model=model, config=configuration(stage, tensor))
     assert engine.mesh["tensor"].size == tensor
     found = train(engine, batches(5))

@@ -17,7 +17,7 @@ from ds_moe import ExpertParallelModel, ExpertPlacement, apply_expert_parallel, 
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor import current_step
 from ds_zero.layout.units import ParamInfo
-from ds_zero.runtime.init_shards import is_scattered, whole
+from ds_zero.runtime.init_shards import take_over
 
 __all__ = ["ExpertTransform"]
 
@@ -116,7 +116,7 @@ class ExpertTransform(Transform[Spread, Made]):
         if what.section is not None:
             required = site.mesh["pipe"].size == 1  # a stage may have no experts
             cut = apply_expert_parallel(
-                site.model, what.section, site.mesh, data_first=what.data_first, required=required, take=_take_over
+                site.model, what.section, site.mesh, data_first=what.data_first, required=required, take=take_over
             )
         placed = place_experts(site.model, site.mesh, data_first=what.data_first)
         return Made(cut, placed, site.model.register_forward_pre_hook(_Reporting()))
@@ -126,14 +126,6 @@ class ExpertTransform(Transform[Spread, Made]):
         applied.placed.close()
         if applied.cut is not None:
             applied.cut.undo()
-
-
-def _take_over(param: nn.Parameter) -> None:
-    """Make a parameter that `Init` has sharded an ordinary one, with all of its values. Collective."""
-    if is_scattered(param):
-        with whole(param) as values:
-            values = values.clone()
-        param.data = values
 
 
 class _Reporting:

@@ -17,7 +17,7 @@ from ds_engine.transforms.transform import BuildContext, Transform, TransformInp
 from ds_parallel.tensor import TensorParallelModel, TensorPlan, make_tensor_plan, parallelize_model
 from ds_parallel.tensor.sharded_linear import ShardedLinear
 from ds_zero.layout.units import ParamInfo
-from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.init_shards import is_scattered, take_over
 
 __all__ = ["Tensor"]
 
@@ -68,7 +68,9 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
 
     def apply(self, what: TensorPlan, site: BuildContext) -> TensorParallelModel:
         _make_same(site.model, site.mesh["tensor"])
-        parallel_model = parallelize_model(site.model, what, site.mesh["tensor"])
+        parallel_model = parallelize_model(site.model, what, site.mesh["tensor"], take=take_over)
+        for param in site.model.parameters():  # `Init` has sharded them over tensor ranks, too
+            take_over(param)
         section = site.plan.config.tensor_parallel
         if section is not None and section.vocab_parallel_lm_head:
             try:

@@ -8,7 +8,7 @@ cut.state_dict()                                 # the model's own names, whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -279,11 +279,21 @@ class _Was:
         self.module._parameters.update(self.params)
 
 
-def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> TensorParallelModel:
+def parallelize_model(
+    model: nn.Module,
+    plan: TensorPlan,
+    group: Group,
+    *,
+    take: Callable[[nn.Parameter], None] = lambda param: None,
+) -> TensorParallelModel:
     """Cut `model` in place: each rank keeps its part of every weight, and frees the rest. Parameters may be on meta.
 
     Every rank holds the whole model with equal values, or its shapes; ranks decide alike, nothing is communicated. A `ShardedLinear` over the
     same ranks is part of the cut model as it is.
+
+    Args:
+        take: Called with each parameter before it is cut, on every rank in one order: afterwards the parameter is whole, and nobody's
+            but the model's (`ds_zero.Init` leaves shards).
 
     Raises:
         PlanError: the plan is for another number of ranks, or a tied parameter is cut in two ways ("tensor-tied").
@@ -308,7 +318,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         if first:
             result._were.append(_Was.note(module))
         for name in decision.cuts:
-            _replace(result, decision, module, name, sliced)
+            _replace(result, decision, module, name, sliced, take)
         if first:
             cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
             part = _layer_shard(result, decision, cut, fans)
@@ -430,7 +440,14 @@ def _class_of(module: nn.Module, decision: Decision) -> type[nn.Module]:
     return cut_class(type(module), decision.kind, names, dims)
 
 
-def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module, name: str, sliced: set[int]) -> None:
+def _replace(
+    result: TensorParallelModel,
+    decision: Decision,
+    module: nn.Module,
+    name: str,
+    sliced: set[int],
+    take: Callable[[nn.Parameter], None],
+) -> None:
     """Put this rank's parts in the place of parameter `name`. One part: the parameter stays who it is, wherever it is tied."""
     cut, full = decision.cuts[name], f"{decision.name}.{name}"
     shape = decision.layer.shapes.get(name)
@@ -444,6 +461,7 @@ def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module,
         return
     if id(old) not in sliced:
         sliced.add(id(old))
+        take(old)
         pieces = [
             old.detach().narrow(cut.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
             for start, stop in cut.stretches(result.group.rank)

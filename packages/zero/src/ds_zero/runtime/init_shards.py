@@ -35,7 +35,17 @@ from ds_zero.runtime.sharded_parameter import (
     unkeep,
 )
 
-__all__ = ["Copier", "Scatter", "check_scattered", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
+__all__ = [
+    "Copier",
+    "Scatter",
+    "check_scattered",
+    "chunk_of",
+    "is_scattered",
+    "number_of",
+    "scatter_of",
+    "take_over",
+    "whole",
+]
 
 _RECORD = "_ds_zero_scatter"
 _numbers = itertools.count()
@@ -336,3 +346,11 @@ def whole(param: Parameter) -> Iterator[Tensor]:
         keeper.gather(param)
     yield param.data
     keeper.give(param)
+
+
+def take_over(param: Parameter) -> None:
+    """Make a parameter that `Init` has sharded an ordinary one, with all of its values. Collective."""
+    if is_scattered(param):
+        with whole(param) as values:
+            values = values.clone()
+        param.data = values
