@@ -49,8 +49,19 @@ class InferenceTensorParallelConfig(StrictModel):
     enabled: bool = Field(default=True, description="False counts as a size of 1.")
     tp_size: Positive = Field(default=1, description="Ranks that each layer is cut over.")
     tp_grain_size: Annotated[int, NoEffect("layers are cut at whole heads and, in the feed-forward part, evenly")] = 64
-    mpu: Annotated[Any, Unsupported("give tp_group")] = None
+    mpu: Any = Field(
+        default=None,
+        description="Megatron's parallel_state: its model-parallel ranks are `tp_group`, as many `tp_size`.",
+    )
     tp_group: Any = Field(default=None, description="The group of these ranks; null: all ranks.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_of_mpu(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("mpu") is None:
+            return given
+        group = given["mpu"].get_model_parallel_group()
+        return {**given, "tp_group": group, "tp_size": group.size()}
 
 
 class QuantWeightConfig(StrictModel):
@@ -115,10 +126,6 @@ def _enabled(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
-def _size(value: Any) -> Any:
-    return {"tp_size": value}
-
-
 class InferenceConfig(StrictModel):
     """What `init_inference` takes."""
 
@@ -169,8 +176,8 @@ class InferenceConfig(StrictModel):
         default=1, description="Room for at least so many tokens in an answer."
     )
     transposed_mode: Annotated[bool, NoEffect("weights are taken as the module has them")] = False
-    mp_size: Annotated[int, Deprecated("tensor_parallel", convert=_size)] = 1
-    mpu: Annotated[Any, Unsupported("give tensor_parallel.tp_group")] = None
+    mp_size: Annotated[int, Deprecated("tensor_parallel.tp_size")] = 1
+    mpu: Annotated[Any, Deprecated("tensor_parallel.mpu")] = None
     ep_size: Annotated[int, Unsupported("load the model on each rank")] = 1
     ep_group: Annotated[Any, Alias("expert_group"), Unsupported("load the model on each rank")] = None
     ep_mp_group: Annotated[Any, Alias("expert_mp_group"), Unsupported("load the model on each rank")] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,18 @@ def test_deepspeed_s_calls() -> None:
     policy = {type(cut.transformer.h[0]): ("attn.c_proj", "mlp.c_proj")}
     engine = init_inference(cut, dtype="fp32", mp_size=2, injection_policy=policy)
     assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), wanted)
+    states = SimpleNamespace(get_model_parallel_group=lambda: torch.distributed.group.WORLD)  # as Megatron's mpu
+    for given in (
+        {"mpu": states},
+        {"mp_size": 2, "tensor_parallel": {"mpu": states}},
+        {"mp_size": 2, "tp": {"enabled": True}},
+    ):
+        engine = init_inference(families._tiny("gpt2"), dtype="fp32", **given)
+        assert engine.inference_config.tensor_parallel.tp_size == 2
+        assert (
+            engine.module.transformer.h[0].mlp.c_proj.weight.numel() == cut.transformer.h[0].mlp.c_proj.weight.numel()
+        )
+        assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), wanted)
     manager = {"memory_config": {"mode": "allocate", "size": 4}}
     ragged = build_hf_engine(model, RaggedConfig(tensor_parallel={"tp_size": 2}, state_manager=manager))
     logits = ragged.put([1], [torch.tensor(prompts[0])])
