@@ -667,10 +667,20 @@ def test_layers_of_deepspeed_linear():
         model(torch.ones(1, 8, dtype=torch.bfloat16))
     init_lora(model)
     assert sorted({name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}) == [
-        "lora_A",
-        "lora_B",
+        "lora_weight_1",
+        "lora_weight_2",
     ]
     assert model(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 4)
+    with Init(LoRAConfig(lora_r=2, target_mods=["q_proj"])):
+        model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 4)})
+    values = {"q_proj.weight": torch.randn(8, 8), "head.weight": torch.randn(4, 8)}
+    model.load_state_dict(values)
+    init_lora(model)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        f"q_proj.lora_weight_{i}.weight" for i in (1, 2)
+    ]
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    torch.testing.assert_close(model["head"](x), x @ values["head.weight"].bfloat16().T)
     coded = OptimizedLinear(32, 16, quantization_config=QuantizationConfig(q_bits=8))
     assert isinstance(coded, QuantizedLinear)
     x, before = torch.randn(2, 32, dtype=torch.bfloat16), coded.weight.dequantized().clone()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,12 @@ class LoRALinear(nn.Module):
     Raises:
         PlanError: a rank below 1, or rows that the group's ranks cannot have alike ("zero-lora").
     Cost: with a group, a gather of W (of its codes) a forward, and one more where x needs a gradient.
+
+    Attributes:
+        update: Names of the layers A and B, as they are in checkpoints.
     """
+
+    update: ClassVar[tuple[str, str]] = ("lora_A", "lora_B")
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class LoRALinear(nn.Module):
     @property
     def started(self) -> bool:
         """Whether there is an update."""
-        return hasattr(self, "lora_A")
+        return hasattr(self, self.update[0])
 
     def draw_base(self) -> None:
         """Give W its first values, as `nn.Linear` does. Called once, at construction."""
@@ -179,10 +184,12 @@ class LoRALinear(nn.Module):
     def start(self) -> None:
         """Freeze and quantize the base as it is now, and begin the update. Again begins the update anew."""
         self.weight.requires_grad_(False)
-        self.lora_A = nn.Linear(self.in_features, self.rank, bias=False, **self._factory)
-        self.lora_B = nn.Linear(self.rank, self.out_features, bias=False, **self._factory)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B.weight)
+        down = nn.Linear(self.in_features, self.rank, bias=False, **self._factory)
+        up = nn.Linear(self.rank, self.out_features, bias=False, **self._factory)
+        nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
+        nn.init.zeros_(up.weight)
+        for name, layer in zip(self.update, (down, up), strict=True):
+            setattr(self, name, layer)
         if self.quantized is not None and "weight" in self._parameters:
             spec = QuantSpec(self.quantized, min(self.group_size, self.in_features))
             codes = quantize(self.weight.detach().contiguous(), spec, rows=self.weight.shape[0])
@@ -214,7 +221,8 @@ class LoRALinear(nn.Module):
                 code="zero-lora",
                 fix="Call start() when the base has its values.",
             )
-        return _Product.apply(x, self) + self.scale * self.lora_B(self.lora_A(x))
+        down, up = (getattr(self, name) for name in self.update)
+        return _Product.apply(x, self) + self.scale * up(down(x))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # A whole base gives this rank its rows; a cut one is its own already.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class LoRAConfig:
         base_weight_sharding: 1, or the number of all ranks.
         offload, offload_ratio: Must be off: a cut base is small, and a quantized one smaller.
         delay_lora_init: Whether the update begins with `init_lora` only.
-        target_mods: Parts of names whose base is kept when a state dict is loaded.
+        target_mods: A layer whose name has none of these parts has no update once a state dict was loaded before the update began.
     """
 
     lora_r: int = 64
@@ -58,8 +58,10 @@ class LoRAOptimizedLinear(LoRALinear):
     """`ds_zero.policies.tiled_layers.LoRALinear`, made of upstream's configuration objects.
 
     Attributes:
-        lora_weight_1, lora_weight_2: The update's matrices as layers.
+        disabled: Whether it is a frozen linear without an update.
     """
+
+    update: ClassVar[tuple[str, str]] = ("lora_weight_1", "lora_weight_2")
 
     def __init__(
         self, input_dim: int, output_dim: int, bias: bool = False, lora_config: LoRAConfig | None = None,
@@ -78,6 +80,7 @@ class LoRAOptimizedLinear(LoRALinear):
         self.input_dim, self.output_dim, self.bias = input_dim, output_dim, bias
         self.lora_config, self.quantization_config = lora, quant
         self.zero_shards = lora.base_weight_sharding
+        self.disabled = False
         if not lora.delay_lora_init:
             self.init_lora()
 
@@ -86,15 +89,30 @@ class LoRAOptimizedLinear(LoRALinear):
         bound = math.sqrt(6 / (self.weight.numel() / self.out_features + self.out_features))
         nn.init.uniform_(self.weight, -bound, bound)
 
-    init_lora = calls("start", "Begin the update, with the base as it is now.")
+    def init_lora(self) -> None:
+        """Begin the update, with the base as it is now."""
+        if not self.disabled:
+            self.start()
+
+    def disable(self) -> None:
+        """Have no update: the layer is a frozen linear whose base is whole on every rank, and has no values yet."""
+        self.disabled, self.group = True, None
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **self._factory), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.disabled else super().forward(x)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A running update is kept whatever the layer's name, which upstream would drop with no word.
+        if not self.started and not any(part in prefix for part in self.lora_config.target_mods):
+            self.disable()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     full_weight = calls("base", "Return the full base weight. Collective where the weight is sharded.")
 
     _initialized = reads("started", "Whether the update has begun.")
 
-    lora_weight_1 = reads("lora_A", "[in] to [rank].")
-
-    lora_weight_2 = reads("lora_B", "[rank] to [out].")
+    lora_scaling_factor = reads("scale", "alpha / rank.")
 
 
 def _mantissa(config: QuantizationConfig) -> int:
