@@ -57,11 +57,11 @@ class InferenceTensorParallelConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _ranks_of_mpu(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("mpu") is None:
-            return given
-        group = given["mpu"].get_model_parallel_group()
-        return {**given, "tp_group": group, "tp_size": group.size()}
+    def _ranks_of_mpu(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("mpu") is None:
+            return values
+        group = values["mpu"].get_model_parallel_group()
+        return {**values, "tp_group": group, "tp_size": group.size()}
 
 
 class QuantWeightConfig(StrictModel):
