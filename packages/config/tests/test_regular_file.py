@@ -5,12 +5,11 @@ import os
 
 import pytest
 
+from ds_config.json_files import read_json, read_weight_map
 from ds_config.regular_file import (
     leads_out,
-    read_json,
     read_regular,
     read_regular_text,
-    read_weight_map,
     replace_text,
     replacing,
 )

@@ -7,23 +7,20 @@ file, or a pipe that this process already holds (`/dev/stdin`, `/dev/fd/63` of a
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 __all__ = [
     "MAX_TEXT_BYTES",
     "leads_out",
     "open_regular",
-    "read_json",
     "read_regular",
     "read_regular_text",
-    "read_weight_map",
     "replace_text",
     "replacing",
 ]
@@ -81,28 +78,6 @@ def read_regular_text(path: str | os.PathLike[str], limit: int = MAX_TEXT_BYTES,
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", os.fspath(path))
     return data.decode(encoding)
-
-
-def read_json(path: str | os.PathLike[str], wrong: Callable[[str], Exception], kind: type = dict) -> Any:
-    """Return the JSON value of this kind that a regular file holds; `wrong` makes the error of a sentence that names the file."""
-    try:
-        value = json.loads(read_regular_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise wrong(f"{path} cannot be read as JSON: {getattr(error, 'strerror', None) or error}") from error
-    if not isinstance(value, kind):
-        raise wrong(f"{path} holds a {type(value).__name__}, not a {kind.__name__}")
-    return value
-
-
-def read_weight_map(folder: Path, wrong: Callable[[str], Exception]) -> dict[str, Path] | None:
-    """Return which file of a folder has each tensor, by its `model.safetensors.index.json`; None where it has none. `wrong` is as in `read_json`."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return None
-    names = read_json(index, wrong).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise wrong(f"{index} has no weight_map from names to files")
-    return {name: folder / file for name, file in names.items()}
 
 
 def leads_out(folder: str | os.PathLike[str], name: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_config.regular_file import read_json
+from ds_config.json_files import read_json
 from ds_engine.builder import shapes_of
 from ds_engine.plan import Shapes
 from ds_zero.layout.units import ModuleInfo, ParamInfo

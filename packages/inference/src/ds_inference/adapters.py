@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
-from ds_config.regular_file import read_json
+from ds_config.json_files import read_json
 from ds_inference.decoder_weights import Prefixed, arranged, typed_folder_errors
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_config.errors import CheckpointError, PlanError
-from ds_config.regular_file import read_json
+from ds_config.json_files import read_json
 from ds_inference.llm_engine import Tokenizer
 
 __all__ = ["Embedder", "Pooling", "load_embedder"]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import ds_comm
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
-from ds_config.regular_file import read_json
+from ds_config.json_files import read_json
 from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.families import FAMILIES, undeclared

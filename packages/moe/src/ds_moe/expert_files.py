@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_comm import param_sharding
 from ds_config.errors import CheckpointError
-from ds_config.regular_file import read_weight_map
+from ds_config.json_files import read_weight_map
 from ds_moe.autoep import ExpertParallelModel
 from ds_moe.detect import MoEBlock
 from ds_moe.moe_families import MoEFamily

@@ -10,7 +10,7 @@ from typing import Any
 from ds_config import validate
 from ds_config.config_file import read
 from ds_config.errors import ConfigError
-from ds_config.regular_file import read_json
+from ds_config.json_files import read_json
 from ds_engine import Shapes
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.memory_fit import shapes_of_numbers

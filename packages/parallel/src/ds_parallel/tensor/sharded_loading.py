@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import CheckpointError
-from ds_config.regular_file import read_weight_map
+from ds_config.json_files import read_weight_map
 from ds_parallel.tensor.apply import TensorParallelModel
 
 __all__ = ["load_sharded_weights"]

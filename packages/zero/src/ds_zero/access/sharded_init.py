@@ -37,7 +37,8 @@ import ds_comm as comm
 from ds_comm import Group
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
-from ds_config.regular_file import open_regular, read_weight_map
+from ds_config.json_files import read_weight_map
+from ds_config.regular_file import open_regular
 from ds_zero.runtime.init_shards import Scatter, is_scattered
 from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 
