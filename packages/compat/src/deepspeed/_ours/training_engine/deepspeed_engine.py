@@ -289,9 +289,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine, metaclas
             raise refused("boundary-unmanaged")
         self._is_gradient_accumulation_boundary = None if is_boundary is None else bool(is_boundary)
         if is_boundary is None:
-            self.micro_steps = (
-                self.micro_steps
-            )  # upstream counts from the first microbatch on, whatever was a boundary since
+            # Setting it places the engine by the count: upstream counts from the first microbatch on, whatever was a boundary since.
+            self.micro_steps = self.micro_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current microbatch ends a step."""
