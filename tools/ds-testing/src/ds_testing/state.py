@@ -55,10 +55,15 @@ class ProcessState:
             grad_enabled=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             num_threads=torch.get_num_threads(),
-            threads={id(thread): thread.name for thread in threading.enumerate()},
+            threads={id(thread): thread.name for thread in threading.enumerate() if not _is_foreign(thread)},
             group_threads=_native_threads()[GLOO_THREAD],
             children=_children(),
         )
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether Python did not start the thread: autograd's threads of a device call hooks, and stay as long as the process."""
+    return type(thread).__name__ == "_DummyThread"
 
 
 def leaks(before: ProcessState) -> tuple[str, ...]:

@@ -410,7 +410,7 @@ class GradAttributes:
                 continue
             if plain and unit.dtypes.accumulate == part.tensor.dtype:
                 view = unit.gradients.view(part.start, part.stop)
-                if view is not None:
+                if view is not None and view.device == part.tensor.device:  # the optimizer's state may be on the host
                     yield part.tensor, self._alias(unit, view, part.tensor.shape)
                     continue
             if (row := self._shards_of_parts.get(id(part.tensor))) is None:
