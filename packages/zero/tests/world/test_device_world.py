@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -177,3 +178,28 @@ def test_how_often_the_host_reads_the_device(place, stage):
         optimizer.close()
     agreed = 0 if place == "device-and-host" else 1 + MICRO * (2 if stage == 3 else 1)
     assert len(reads) <= 1 + agreed, "; ".join(reads)
+
+
+@device_world(2)
+def test_a_model_made_on_the_host_inside_init(device):
+    if device.type != "cuda":
+        pytest.skip("what stands for a card does not see where the values go when a parameter is used")
+    torch.manual_seed(dist.get_rank())
+    with ds_zero.Init():
+        net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+        nn.init.constant_(net[2].bias, 0.5)
+    with ds_zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            net[0].bias.data.fill_(0.25)
+    copied = copy.deepcopy(net)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).to(device)
+    with torch.no_grad():
+        plain[0].bias.fill_(0.25)
+        plain[2].bias.fill_(0.5)
+    for made in (net, copied):
+        made.to(device)
+        optimizer = ds_zero.shard(made, torch.optim.SGD(made.parameters(), lr=0.1), stage=3)
+        x = torch.randn(4, 6, device=device)
+        torch.testing.assert_close(made(x), plain(x))
+        optimizer.close()

@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_accel import storage_uses
 from ds_comm import param_sharding
+from ds_comm.metadata import metadata_device
 from ds_comm.placement import Interval
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero._torch import without_torch_function
@@ -89,11 +90,11 @@ class Scatter(AccessHandler):
         if _RECORD in param.__dict__ or param.is_meta:
             return
         padded = -(-param.numel() // self.group.size) * self.group.size
-        full = torch.zeros(padded, dtype=param.dtype, device=param.device)
+        full = torch.zeros(padded, dtype=param.dtype, device=self._device_for(param))
         full[: param.numel()].view(param.shape).copy_(param.data)
-        param.data = full[: param.numel()].view(param.shape)
+        home, param.data = param.device, full[: param.numel()].view(param.shape)
         # The record is on the parameter, not in a table by id: modules replace parameters, and ids are used again.
-        chunk = torch.empty(padded // self.group.size, dtype=full.dtype, device=full.device)
+        chunk = torch.empty(padded // self.group.size, dtype=full.dtype, device=home)
         param.__dict__[_RECORD] = _Record(full, chunk, name, next(_numbers))
         keep(param, self)
         self._scatter(param)
@@ -141,7 +142,7 @@ class Scatter(AccessHandler):
     def move(self, param: Parameter, device: torch.device) -> None:
         """Keep the chunk, and make the parameter whole when it is used, on `device`."""
         record = self._record(param)
-        if record.full.device == device:
+        if record.full.device == record.chunk.device == device:
             return
         self.settle()
         record.chunk = record.chunk.to(device)
@@ -185,7 +186,7 @@ class Scatter(AccessHandler):
     def like(self, param: Parameter, name: str, chunk: Tensor, pieces: Sequence[Interval] | None) -> Parameter:
         """Build a sharded parameter like the released `param`, with values from the shard `chunk`. No communication."""
         padded = -(-param.numel() // self.group.size) * self.group.size
-        full = torch.empty(padded, dtype=param.dtype, device=param.device)
+        full = torch.empty(padded, dtype=param.dtype, device=self._device_for(param))
         with without_torch_function():
             duplicate = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
         duplicate.__dict__[_RECORD] = _Record(full, chunk, f"a copy of {name}", next(_numbers), pieces=pieces)
@@ -200,7 +201,8 @@ class Scatter(AccessHandler):
         record.full.untyped_storage().resize_(record.full.numel() * record.full.element_size())
         with torch.no_grad():
             if record.pieces is None:
-                comm.all_gather_single(record.full, record.chunk, self.group, unit=record.name)
+                chunk = record.chunk.to(record.full.device)
+                comm.all_gather_single(record.full, chunk, self.group, unit=record.name)
             else:
                 self._join(record, record.pieces)
         restore(param)
@@ -213,8 +215,13 @@ class Scatter(AccessHandler):
         for piece, part in zip(pieces, parts, strict=True):
             record.full[piece.start : piece.stop].copy_(part)
         comm.all_reduce(record.full, group=self.group, unit=record.name)
-        record.chunk, record.pieces = record.full.new_empty(record.full.numel() // self.group.size), None
+        record.chunk, record.pieces = record.chunk.new_empty(record.full.numel() // self.group.size), None
         self._store(record, None)
+
+    def _device_for(self, param: Parameter) -> torch.device:
+        """Return where `param` is whole: its device, or that of the group where a model is made on the host and the group takes none of its tensors (NCCL)."""
+        place = metadata_device(self.group)
+        return place if param.device.type == "cpu" and place != torch.device("cpu") else param.device
 
     @staticmethod
     def _record(param: Parameter) -> _Record:
