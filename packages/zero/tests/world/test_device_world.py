@@ -203,3 +203,16 @@ def test_a_model_made_on_the_host_inside_init(device):
         x = torch.randn(4, 6, device=device)
         torch.testing.assert_close(made(x), plain(x))
         optimizer.close()
+
+
+@device_world(2)
+def test_a_model_that_moves_to_the_host_while_it_is_whole_is_back_afterwards(device):
+    if device.type != "cuda":
+        pytest.skip("what stands for a card is no other device than the host")
+    net, optimizer = shard(device, 3)
+    with ds_zero.GatheredParameters(list(net.parameters())):
+        assert {p.device.type for p in net.cpu().parameters()} == {"cpu"}
+    train(net, optimizer, device)
+    optimizer.close()
+    for a, b in zip(net.parameters(), wanted(device), strict=True):
+        torch.testing.assert_close(a.detach(), b, **CLOSE)

@@ -174,7 +174,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
     finally:
         for unit in units:
             unit.pins -= 1
-        replaced = {unit: unit.storage.take_back() for unit in units}
+        replaced = {unit: unit.storage.take_back(moved=True) for unit in units}
         versions = [p.unit.params[p.member]._version for p in places]
         changed = [
             p for p, a, b in zip(places, versions, before, strict=True) if a != b or p.member in replaced[p.unit]

@@ -271,11 +271,14 @@ class PrivateStorage:
                 for out, some in zip(there.split(_AT_A_TIME_THERE), part.split(_AT_A_TIME_THERE), strict=True):
                     out.copy_(some)
 
-    def take_back(self) -> set[int]:
+    def take_back(self, *, moved: bool = False) -> set[int]:
         """Copy parameters whose memory `param.data = other` replaced into the full buffer, and restore the views; return their numbers.
 
+        Args:
+            moved: From other devices, too: `model.cpu()` while the parameters are whole.
+
         Raises:
-            PlanError: the new memory has another shape, dtype or device ("zero-replaced").
+            PlanError: the new memory has another shape or dtype, or is on another device ("zero-replaced").
         """
         replaced: set[int] = set()
         params = self._unit.params
@@ -285,7 +288,7 @@ class PrivateStorage:
             if param.data_ptr() == view.data_ptr():
                 continue
             current, expected = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
-            if current != expected:
+            if current[:2] != expected[:2] or (current[2] != expected[2] and not moved):
                 info = self._unit.plan.spec.params[i]
                 raise PlanError(
                     f"{info.name} was sharded as {expected[1]} {tuple(expected[0])} on {expected[2]}; its `data` was replaced by {current[1]} "
@@ -293,9 +296,11 @@ class PrivateStorage:
                     code="zero-replaced",
                     fix="Convert or move the model before `shard`, or write values in place.",
                 )
-            replaced.add(i)
             with torch.no_grad():
-                view.copy_(param.data)
+                values = param.data.to(view.device)
+                if param.device == view.device or not torch.equal(values, view):
+                    replaced.add(i)
+                    view.copy_(values)
                 param.data = view
         return replaced
 
