@@ -35,7 +35,7 @@ def test_it_selects_the_device_before_it_helps(monkeypatch):
     monkeypatch.setattr(streams, "on_device", on_device)
     owner = Owner()
     helper = Helper(owner.help)
-    with helper.waiting():
+    with helper.waiting(torch.device("cpu")):
         assert owner.came.wait(30)
     helper.close()
     assert set(owner.seen) == {torch.device("cuda", 3)}

@@ -15,6 +15,7 @@ of the arena; those of `reduce_strategies.py` out of the tensors that autograd m
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_accel import streams
 from ds_comm import Group, Work
 from ds_ops.stream import total_squares
 from ds_zero._torch import foreach_add, foreach_copy, without_torch_function
@@ -34,6 +36,8 @@ from ds_zero.planning.unit_plan import UnitPlan
 from ds_zero.runtime.unit_groups import GroupSet
 
 __all__ = ["BucketMessage", "GradReducer", "Gradients", "Pieces"]
+
+_POLL_S = 5e-5
 
 Pieces = Sequence[Sequence[Tensor]]
 """For each rank the tensors that go to it, or come from it; contiguous."""
@@ -130,6 +134,10 @@ class GradReducer:
         self._works.clear()
         self._arena = None
         return None
+
+    def is_completed(self) -> bool:
+        """Whether what `start` began is over, which `finish` would wait for."""
+        return all(work.is_completed() for work in self._works)
 
     def drop(self) -> None:
         """Forget what was taken and not summed."""
@@ -264,6 +272,15 @@ class Gradients:
         """Wait for `reduce`: `sums` is valid afterwards."""
         if self._finish() and self.summed is not None:
             self.summed()
+
+    def wait_on_host(self) -> None:
+        """Let this thread wait until `reduce` is over, where `finish` lets only the current stream of a device wait."""
+        if self._reducing is None or not streams.is_device_memory(self._reducing[0][0]):
+            return
+        if self.groups.shard_group.backend(self._device.type) == "gloo":
+            return  # its works block this thread, and some are over only then
+        while not self.way.is_completed():
+            time.sleep(_POLL_S)
 
     def _finish(self) -> bool:
         """Whether there was anything to wait for."""

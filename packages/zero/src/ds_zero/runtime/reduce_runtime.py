@@ -11,6 +11,10 @@ for the step, may be a matter of its data. So what comes after a unit was sent i
 rank keeps it until the next backward sends the unit, or until the message in which ranks measure gradients or agree on a step says that some
 rank holds something. Then all of them reduce once more.
 
+Note "waiting on a device". Where ranks take other paths, one may wait for a sum that another sends only after a gather which the first has yet
+to start. So a backward that gathers waits for sums on the host, on devices, too: a stream that waits holds back all gathers behind it. The
+helper starts them meanwhile.
+
 Note "a backward that raised". The ranks may have raised in different places, or only one of them did, and the others wait for its sums. So it
 is finished by what comes next on its rank: what has no gradient is sent as zeros. A rank that did not raise is told where gradients are
 measured (its own backward raises then, too), or else in the step.
@@ -71,18 +75,19 @@ class Helper:
         self._help = weakref.WeakMethod(help_once)
         self._lock = threading.Lock()
         self._since: float | None = None
+        self._place: tuple[Any, torch.device] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Mark the block as possibly waiting for other ranks, so that the helper thread may help."""
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Mark the block as possibly waiting for other ranks, so that the helper thread may help, on this thread's stream of `device`."""
         if self._thread is None:
             args = (weakref.ref(self), self._stop, streams.current_device())
             self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
             self._thread.start()
         with self._lock:
-            self._since = time.monotonic()
+            self._since, self._place = time.monotonic(), (streams.current_stream(device), device)
         try:
             yield
         finally:
@@ -94,8 +99,9 @@ class Helper:
         with self._lock:
             if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
                 help_once = self._help()
-                if help_once is not None:
-                    help_once()
+                if help_once is not None and self._place is not None:
+                    with streams.on_stream(*self._place):
+                        help_once()
 
     def close(self) -> None:
         """End the thread."""
@@ -410,9 +416,12 @@ class GradientReductions:
         nbytes = sum(self.units[n].gradients.full_bytes for n in self._inflight)
         helps = self._gathering.released and self._backward.task is not None
         while self._inflight and nbytes > self.inflight_bytes:
-            oldest = self.units[self._inflight.popleft()].gradients
+            unit = self.units[self._inflight.popleft()]
+            oldest = unit.gradients
             nbytes -= oldest.full_bytes
-            with self._helper.waiting() if helps else nullcontext():
+            with self._helper.waiting(unit.device) if helps else nullcontext():
+                if helps:  # a gather that is queued after a stream's wait for this sum would wait, too, and ranks on other paths for it
+                    oldest.wait_on_host()
                 oldest.finish()
 
     def _gather_leftovers(self, number: int) -> None:
