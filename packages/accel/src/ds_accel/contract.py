@@ -83,7 +83,7 @@ def devices_are_counted(accelerator: Accelerator) -> None:
 
 def tensors_live_on_it(accelerator: Accelerator) -> None:
     """Check that a tensor moved to the device computes there and returns the right values."""
-    host = torch.arange(1000, dtype=torch.float32)
+    host = torch.arange(1000, dtype=torch.float32, device="cpu")
     there = host.to(accelerator.device())
     _expect(accelerator.holds(there), f"a tensor moved to {accelerator.device()} is on {there.device}")
     back = (there * 2).cpu()
@@ -175,7 +175,7 @@ def _global_numbers(accelerator: Accelerator) -> Any:
 def pinned_buffers_carry_copies(accelerator: Accelerator) -> None:
     """Check that a pinned buffer carries data to the device and back, and that none is in use afterwards."""
     pool = accelerator.pinned(4 * _MIB)
-    values = torch.arange(1000, dtype=torch.float32)
+    values = torch.arange(1000, dtype=torch.float32, device="cpu")
     with pool.take(values.nbytes) as buffer:
         out = buffer.view(torch.float32)
         out.copy_(values)

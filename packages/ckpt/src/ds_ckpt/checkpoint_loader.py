@@ -155,7 +155,10 @@ def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Seque
     out: list[PartialRead] = []
     dtypes = [manifest.tensors[manifest.aliases.get(i.shard.name, i.shard.name)].dtype for i in local]
     for chosen in staged_groups(local, dtypes, _STAGING_BYTES):
-        targets = [staging(local[i], dtypes[i]) if i in chosen else (torch.empty(0), False) for i in range(len(local))]
+        targets = [
+            staging(local[i], dtypes[i]) if i in chosen else (torch.empty(0, device="cpu"), False)
+            for i in range(len(local))
+        ]
         buffers = [byte_view(target) for target, _ in targets]
         now = reads if len(chosen) == len(local) else of_shards(reads, chosen)
         if any(missing_bytes(now, [b.nbytes for b in buffers])):

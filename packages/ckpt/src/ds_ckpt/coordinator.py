@@ -165,7 +165,7 @@ class Coordinator:
         if is_rehearsal():  # of ranks that are not there, each says what this one says
             return data
         device = metadata_device(self._group)
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         head = len(data).to_bytes(8, "little") + data[: _FRAME_BYTES - 8]
         frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         came = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device=device)

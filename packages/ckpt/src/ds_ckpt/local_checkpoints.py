@@ -212,7 +212,7 @@ class LocalCheckpointer:
             local: list[Local] = []
 
             def read() -> None:
-                data = torch.empty(inspect(at).nbytes, dtype=torch.uint8)
+                data = torch.empty(inspect(at).nbytes, dtype=torch.uint8, device="cpu")
                 load(at, full_shards({"bytes": data}), group=Coordinator.alone())
                 hidden = set(record["meta"]["near_only"])
                 local.extend(item for item in shards_of(record, data) if item.shard.name not in hidden)

@@ -194,7 +194,7 @@ class PeerSnapshots:
             header = json.loads(
                 self._behind.swap(json.dumps([own_snapshot.data.numel(), own_snapshot.record]).encode(), buddy, owner)
             )
-            owner_snapshot = _Snapshot(torch.empty(header[0], dtype=torch.uint8), header[1])
+            owner_snapshot = _Snapshot(torch.empty(header[0], dtype=torch.uint8, device="cpu"), header[1])
             works = [
                 isend(own_snapshot.data, group=self._behind.group, group_dst=buddy, unit="snapshot"),
                 irecv(owner_snapshot.data, group=self._behind.group, group_src=owner, unit="snapshot"),
@@ -255,7 +255,7 @@ class PeerSnapshots:
         for owner in requests:
             try:
                 path = local_copies[owner][step]
-                data = torch.empty(inspect(path).nbytes, dtype=torch.uint8)
+                data = torch.empty(inspect(path).nbytes, dtype=torch.uint8, device="cpu")
                 read[owner] = _Snapshot(data, load(path, full_shards({"bytes": data}), group=Coordinator.alone()))
             except (CheckpointError, KeyError) as error:
                 ds_monitor.event("ckpt.peer_skipped", step=step, owner=owner, why=str(error))
@@ -271,7 +271,7 @@ class PeerSnapshots:
         if giver == rank:
             buffer = read[rank].data
         else:
-            buffer = torch.empty(_starts([_shard(row) for row in record["shards"]])[1], dtype=torch.uint8)
+            buffer = torch.empty(_starts([_shard(row) for row in record["shards"]])[1], dtype=torch.uint8, device="cpu")
             works.append(irecv(buffer, group=self._behind.group, group_src=giver, unit="snapshot"))
         for owner, snapshot in read.items():
             if owner != rank:
@@ -309,7 +309,7 @@ def _shard(row: Json) -> TensorShard:
 
 def _taken(step: int, world: int, local: Sequence[Local], meta: Mapping[str, Json]) -> _Snapshot:
     starts, nbytes = _starts([item.shard for item in local])
-    data = torch.zeros(nbytes, dtype=torch.uint8)
+    data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     for item, start in zip(local, starts, strict=True):
         _part(data, item.shard, start).copy_(item.data.detach().reshape(-1))
     return _Snapshot(data, {"step": step, "world": world, "shards": _described(local), "meta": dict(meta)})

@@ -213,7 +213,7 @@ def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
         return data.reshape(-1), False
     size, dtype = (local.shard.numel,), torch_dtype(stored_dtype)
     pinned = streams.is_device_memory(data) and get_accelerator().facts.pinned
-    return streams.page_locked(size, dtype) if pinned else torch.empty(size, dtype=dtype), True
+    return streams.page_locked(size, dtype) if pinned else torch.empty(size, dtype=dtype, device="cpu"), True
 
 
 class _Whole:

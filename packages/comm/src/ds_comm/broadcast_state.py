@@ -35,11 +35,13 @@ def _digests(tensors: Sequence[Tensor]) -> Tensor:
     # Two sums over the bit patterns of each, one of them weighted by position, so that permuted rows differ: [tensors, 2]. One
     # pass over memory; the sums of all tensors are made together, because an operation on a few numbers takes long, too.
     parts = [_row_sums(tensor) for tensor in tensors]
-    sums = torch.cat([torch.empty(0, dtype=torch.int64), *(part for pair in parts for part in pair)])
-    lengths = torch.tensor([sum(map(len, pair)) for pair in parts], dtype=torch.int64)
+    sums = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(part for pair in parts for part in pair)])
+    lengths = torch.tensor([sum(map(len, pair)) for pair in parts], dtype=torch.int64, device="cpu")
     of = torch.repeat_interleave(lengths)
-    place = torch.arange(1, len(sums) + 1) - (lengths.cumsum(0) - lengths)[of]
-    return torch.zeros(len(parts), 2, dtype=torch.int64).index_add_(0, of, torch.stack([sums, sums * place], 1))
+    place = torch.arange(1, len(sums) + 1, device="cpu") - (lengths.cumsum(0) - lengths)[of]
+    return torch.zeros(len(parts), 2, dtype=torch.int64, device="cpu").index_add_(
+        0, of, torch.stack([sums, sums * place], 1)
+    )
 
 
 def _row_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,11 @@ def reduce_scatter_coalesced(
     call = CollectiveCall("reduce_scatter_coalesced", as_group(group), unit)
     call.check(*outputs, *inputs)
     call.check_pairs("outputs", outputs, "inputs", inputs)
-    flat_in = torch.cat([whole.view(call.group.size, -1) for whole in inputs], dim=1) if inputs else torch.empty(0)
+    flat_in = (
+        torch.cat([whole.view(call.group.size, -1) for whole in inputs], dim=1)
+        if inputs
+        else torch.empty(0, device="cpu")
+    )
     flat_out, back = _fused(outputs)
     call.copy_alone(flat_out, flat_in, back)
     return call.start(flat_in, async_op, lambda to: to.reduce_scatter(flat_out, flat_in, op), back)
@@ -264,7 +268,7 @@ def all_to_all(
     directly.
     """
     call = CollectiveCall("all_to_all", as_group(group), unit)
-    first = next(iter((*output_tensor_list, *input_tensor_list)), torch.empty(0))
+    first = next(iter((*output_tensor_list, *input_tensor_list)), torch.empty(0, device="cpu"))
     call.check(*output_tensor_list, *input_tensor_list, views=call.takes_views(first.device))
     call.check_list("output_tensor_list", output_tensor_list)
     call.check_list("input_tensor_list", input_tensor_list)
@@ -299,7 +303,7 @@ def all_to_all_pieces(
     sent = [piece for r in others for piece in inputs[r]]
     call.check(*sent, *(piece for r in others for piece in outputs[r]))
     size = sum(piece.nbytes for piece in sent)
-    largest = max(sent, key=Tensor.numel, default=torch.empty(0))
+    largest = max(sent, key=Tensor.numel, default=torch.empty(0, device="cpu"))
     return call.start(largest, async_op, lambda to: to.all_to_all_pieces(outputs, inputs), nbytes=size)
 
 
@@ -438,7 +442,7 @@ def _rows(tensor: Tensor) -> int:
 
 def _fused(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
     """Concatenate the elements of all tensors, and return with them a function that copies them back."""
-    flat = torch.cat([tensor.view(-1) for tensor in tensors]) if tensors else torch.empty(0)
+    flat = torch.cat([tensor.view(-1) for tensor in tensors]) if tensors else torch.empty(0, device="cpu")
 
     def back() -> None:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -267,7 +267,7 @@ class Mesh(Mapping[str, Group]):
                 fix="Start through a launcher (torchrun --nproc-per-node 1), or do without the DeviceMesh.",
             )
         shape = [self._groups[axis].size for axis in axes]
-        layout = torch.arange(self.spec.world_size).reshape(shape)
+        layout = torch.arange(self.spec.world_size, device="cpu").reshape(shape)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(axes))
         return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=tuple(axes))

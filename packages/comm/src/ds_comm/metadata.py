@@ -72,7 +72,7 @@ def all_gather_json(value: Any, group: GroupLike = None, *, unit: str = "") -> l
     sizes = size.new_empty(group.size)
     all_gather_single(sizes, size, group, unit=unit)
     lengths = sizes.tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: data.numel()] = data
     rows = torch.empty((group.size, max(lengths)), dtype=torch.uint8, device=device)
     all_gather_single(rows, padded.to(device), group, unit=unit)
@@ -112,7 +112,7 @@ def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, u
     Cost: two broadcasts.
     """
     group = as_group(group)
-    data = _pack(value) if group.rank == group_src else torch.empty(0, dtype=torch.uint8)
+    data = _pack(value) if group.rank == group_src else torch.empty(0, dtype=torch.uint8, device="cpu")
     if group.size > 1:
         device = metadata_device(group)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=device)

@@ -109,7 +109,7 @@ def scatter_object_list(
         objects = list(scatter_object_input_list or ())
         call.check_count("scatter_object_input_list", objects)
         packed = [_pack(obj, group) for obj in objects]
-        sizes.copy_(torch.tensor([part.numel() for part in packed]))
+        sizes.copy_(torch.tensor([part.numel() for part in packed], device="cpu"))
         parts = [_padded(part, int(sizes.max())) for part in packed]
     broadcast(sizes, group_src=root, group=group, unit=unit)
     received = torch.empty(int(sizes.max()), dtype=torch.uint8, device=sizes.device)

@@ -160,7 +160,7 @@ def _repeat(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budge
     for case, begin in zip(alternating, starts, strict=True):
         _time(begin, groups[case.backend])  # a backend's own buffers: their pages are new to the process once
     first_s = max(_time(begin[:1], groups[case.backend])[0] for case, begin in zip(alternating, starts, strict=True))
-    longest = torch.tensor([first_s], dtype=torch.float64)
+    longest = torch.tensor([first_s], dtype=torch.float64, device="cpu")
     any_group = groups[alternating[0].backend]
     collectives.all_reduce(longest, collectives.ReduceOp.MAX, any_group)  # all ranks repeat equally often
     repeats = max(least, min(200, int(budget_s / (float(longest) * len(starts) * (1 + count) + 1e-9))))
@@ -168,7 +168,7 @@ def _repeat(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budge
     for _ in range(repeats):
         alone.append([_time(begin[:1], groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
         together.append([_time(begin, groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
-    return torch.tensor([alone, together], dtype=torch.float64)
+    return torch.tensor([alone, together], dtype=torch.float64, device="cpu")
 
 
 def _slowest(groups: Mapping[str, Group], alternating: Sequence[BenchCase], both: Tensor) -> list[BenchTiming]:
@@ -185,7 +185,7 @@ def _slowest(groups: Mapping[str, Group], alternating: Sequence[BenchCase], both
 
 def _prepare(case: BenchCase, group: Group) -> Start:
     numel = -(-case.nbytes // case.dtype.itemsize // group.size) * group.size
-    message = torch.ones(numel).to(case.dtype)
+    message = torch.ones(numel, device="cpu").to(case.dtype)
     return OPERATIONS[case.op](message, group)
 
 

@@ -244,7 +244,7 @@ class GlooTransport(Transport):
         if size > _FAN_OUT:
             return super().barrier()
         # One empty message to and from each rank.
-        tokens = torch.zeros(size + 1, dtype=torch.uint8).split(1)
+        tokens = torch.zeros(size + 1, dtype=torch.uint8, device="cpu").split(1)
         return Started(self._exchange(self._tag(9), tokens[:size], tokens[size:] * size))
 
     def _tag(self, kind: int) -> _Tag:
@@ -340,7 +340,7 @@ def _started(work: Any) -> Started:
 
 def _carrier(tensor: Tensor) -> Tensor:
     # An empty message is sent, too, or ranks that disagree about an empty tensor would pass each other.
-    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
+    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def _rows(like: Tensor, count: int) -> list[Tensor]:

@@ -136,7 +136,7 @@ class LayerCompression(nn.Module):
     def _push(self) -> None:
         bits = self.bits or Bits(0, 0)
         if not self.state.is_meta:
-            self.state.copy_(torch.tensor([self.steps, bits.bits, bits.due, bits.since]))
+            self.state.copy_(torch.tensor([self.steps, bits.bits, bits.due, bits.since], device="cpu"))
 
     def pull(self) -> None:
         """Take over what was loaded into buffers."""

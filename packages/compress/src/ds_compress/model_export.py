@@ -45,9 +45,9 @@ def pack_columns(codes: Tensor, bits: int) -> Tensor:
     """
     each = 32 // bits
     rows, columns = codes.shape
-    padded = torch.zeros(rows, -(-columns // each) * each, dtype=torch.int64)
+    padded = torch.zeros(rows, -(-columns // each) * each, dtype=torch.int64, device="cpu")
     padded[:, :columns] = codes.cpu().long()
-    shifts = torch.arange(each, dtype=torch.int64) * bits
+    shifts = torch.arange(each, dtype=torch.int64, device="cpu") * bits
     words = (padded.view(rows, -1, each) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -85,7 +85,7 @@ def export_compressed_tensors(
         alike.setdefault(one.scheme, []).append(name)
         state[f"{name}.weight_packed"] = pack_columns(one.codes, one.scheme.bits)
         state[f"{name}.weight_scale"] = one.scales.cpu().contiguous()
-        state[f"{name}.weight_shape"] = torch.tensor(one.codes.shape, dtype=torch.int64)
+        state[f"{name}.weight_shape"] = torch.tensor(one.codes.shape, dtype=torch.int64, device="cpu")
         if not one.scheme.symmetric:
             state[f"{name}.weight_zero_point"] = pack_rows(one.zeros, one.scheme.bits)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in codes]
@@ -135,7 +135,7 @@ def export_gptq(
         state[f"{name}.qweight"] = pack_rows(one.codes.T, scheme.bits)
         state[f"{name}.qzeros"] = pack_columns((one.zeros.T.int() - 1) % 2**scheme.bits, scheme.bits)
         state[f"{name}.scales"] = one.scales.T.contiguous().half()
-        state[f"{name}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // (inputs // groups)
+        state[f"{name}.g_idx"] = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // groups)
     section = {
         "quant_method": "gptq", "bits": scheme.bits, "group_size": scheme.group_size, "desc_act": False,
         "sym": scheme.symmetric, "true_sequential": True, "damp_percent": 0.01, "checkpoint_format": "gptq",

@@ -312,7 +312,7 @@ def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         codes = (rows / scale).round().clamp(-half, half - 1) + half
         scheme = QuantScheme(weights.target, size if per_row > 1 else -1)
-        zeros = torch.full((matrix.shape[0], per_row), half, dtype=torch.uint8)
+        zeros = torch.full((matrix.shape[0], per_row), half, dtype=torch.uint8, device="cpu")
         codes_by_name[name] = QuantizedWeight(
             scheme,
             codes.view(matrix.shape).to(torch.uint8),

@@ -178,7 +178,7 @@ class Router:
 
     def draw(self, batch: int, length: int, device: torch.device) -> Tensor:
         """Draw the tokens of each sample, int64 [batch, kept], rising; every set of tokens is equally likely."""
-        return torch.rand(batch, length).argsort(1)[:, : self.num_kept].sort(1).values.to(device)
+        return torch.rand(batch, length, device="cpu").argsort(1)[:, : self.num_kept].sort(1).values.to(device)
 
     def state_dict(self) -> dict[str, int]:
         """Return the state to resume from. JSON-able."""

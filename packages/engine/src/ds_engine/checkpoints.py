@@ -494,8 +494,8 @@ def _aliases(run: CheckpointedRun) -> dict[str, str]:
 def _random_states(device: torch.device) -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     del version
-    python = torch.tensor([*words, 0 if gauss is None else 1], dtype=torch.int64)
-    spare = torch.tensor([0.0 if gauss is None else gauss], dtype=torch.float64)
+    python = torch.tensor([*words, 0 if gauss is None else 1], dtype=torch.int64, device="cpu")
+    spare = torch.tensor([0.0 if gauss is None else gauss], dtype=torch.float64, device="cpu")
     states = {"torch": torch.get_rng_state(), "python": python, "python-spare": spare}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)

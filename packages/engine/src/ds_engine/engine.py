@@ -789,7 +789,7 @@ class _Passes:
         return to_device(value, self.engine.device, self.engine.plan.casting.inputs if inputs else None)
 
     def expect_gradients(self) -> None:
-        self.engine._trains("backward").scale(torch.zeros(()))
+        self.engine._trains("backward").scale(torch.zeros((), device="cpu"))
 
     def reduce(self) -> None:
         self.engine._trains("backward").reduce()

@@ -69,7 +69,7 @@ class Totals:
     @classmethod
     def of(cls, total: float, count: float) -> Totals | None:
         """Build the totals of accumulated mean losses; None where there were none."""
-        return cls(torch.tensor(total / count), None) if count else None
+        return cls(torch.tensor(total / count, device="cpu"), None) if count else None
 
 
 class LossAccumulator:

@@ -307,7 +307,10 @@ def check_optimizer(section: OptimizerSection) -> None:
 def _try_values(name: str, arguments: Mapping[str, Any], kind: Any) -> None:
     """Make an optimizer of torch's for one element, which refuses the values that it would refuse at the start."""
     try:
-        kind([torch.zeros(1, requires_grad=True)], **{key: _tupled(value) for key, value in arguments.items()})
+        kind(
+            [torch.zeros(1, requires_grad=True, device="cpu")],
+            **{key: _tupled(value) for key, value in arguments.items()},
+        )
     except Exception as error:  # whatever torch's class makes of these values
         raise ConfigError(
             f"optimizer.params of {name}, {str(dict(arguments))[:200]}, are refused by torch: {type(error).__name__}: {error}",

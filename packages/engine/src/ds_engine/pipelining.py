@@ -126,7 +126,7 @@ class PipelineEngine(Engine):
         for m in sorted(outputs):
             ledger.add(outputs[m][1])
         totals = ledger.close(self._averaging) if outputs else None
-        loss = torch.zeros(1) if totals is None else totals.loss.detach().reshape(1).cpu()
+        loss = torch.zeros(1, device="cpu") if totals is None else totals.loss.detach().reshape(1).cpu()
         if share_loss:
             group = self.staged.places.pipe
             loss = loss.to(metadata_device(group))

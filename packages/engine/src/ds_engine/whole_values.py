@@ -37,7 +37,7 @@ class UnreadableWeights(Tensor):
     @classmethod
     def of(cls, name: str, like: Tensor) -> UnreadableWeights:
         """Build the stand-in for the parameter `name`."""
-        stand_in: UnreadableWeights = torch.empty(0, dtype=like.dtype).as_subclass(cls)
+        stand_in: UnreadableWeights = torch.empty(0, dtype=like.dtype, device="cpu").as_subclass(cls)
         stand_in.weights = name
         return stand_in
 

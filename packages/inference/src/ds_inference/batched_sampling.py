@@ -192,7 +192,7 @@ def sample_rows(logits: Tensor | LikeliestTokens, rows: Sequence[SamplingRow]) -
     if isinstance(logits, LikeliestTokens):
         numbers, picked = [row.row for row in rows], logits.tokens
         if numbers != list(range(len(picked))):
-            picked = picked[streams.copy_to(torch.tensor(numbers), picked.device)]
+            picked = picked[streams.copy_to(torch.tensor(numbers, device="cpu"), picked.device)]
         return SampledRows(picked, rows, None)
     numbers, device = [row.row for row in rows], logits.device
     same = numbers == list(range(len(logits)))
@@ -216,7 +216,7 @@ def _log_probs(logits: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> _
     if not numbers:
         return None
     most = max(rows[i].how.logprobs or 0 for i in numbers)
-    at = streams.copy_to(torch.tensor([[rows[i].row for i in numbers], numbers]), logits.device)
+    at = streams.copy_to(torch.tensor([[rows[i].row for i in numbers], numbers], device="cpu"), logits.device)
     logs = torch.log_softmax(logits[at[0]], -1)
     top, top_tokens = logs.topk(most)
     return _LogProbs(numbers, logs.gather(1, tokens[at[1], None].long())[:, 0], top, top_tokens)
@@ -287,10 +287,12 @@ def _tables(rows: Sequence[SamplingRow], elsewhere: bool) -> SamplingTables:
     hows = [row.how for row in rows if not row.how.greedy]
     return SamplingTables(
         torch.frombuffer(params, dtype=torch.int32).view(-1, SAMPLING_FIELDS),
-        torch.frombuffer(entries, dtype=torch.int32).view(-1, 5) if entries else torch.empty(0, 5, dtype=torch.int32),
-        torch.tensor([row.row for row in rows] if elsewhere else [], dtype=torch.int32),
+        torch.frombuffer(entries, dtype=torch.int32).view(-1, 5)
+        if entries
+        else torch.empty(0, 5, dtype=torch.int32, device="cpu"),
+        torch.tensor([row.row for row in rows] if elsewhere else [], dtype=torch.int32, device="cpu"),
         torch.stack(masks) if masks else None,
-        torch.tensor(masked) if masks else None,
+        torch.tensor(masked, device="cpu") if masks else None,
         tuple(i for i, row in enumerate(rows) if not row.how.greedy),
         (max((h.top_k for h in hows), default=0), any(h.top_p < 1 or h.min_p > 0 for h in hows)),
     )

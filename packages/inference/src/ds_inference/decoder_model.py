@@ -53,7 +53,7 @@ def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_
 
     group: ranks that hold the layers together.
     """
-    embedded = cast("Tensor", weights.get("embed.weight", torch.empty(0)))
+    embedded = cast("Tensor", weights.get("embed.weight", torch.empty(0, device="cpu")))
     if reason := capture_obstacle(group, embedded.device):
         return reason
     for i, layer in enumerate(spec.layers):
@@ -254,7 +254,7 @@ class Decoder:
         """Compute logits of this rank's vocabulary range, fp32 [R, range]; without other ranks [R, vocab]."""
         spec = self.spec
         x = F.embedding(batch.tokens, self._floats["embed.weight"])
-        scale = torch.tensor(spec.embed_scale, dtype=x.dtype)  # rounded as the model was trained
+        scale = torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")  # rounded as the model was trained
         if self._native is not None and not spec.embed_norm and "embed_in.weight" not in self.weights:
             x = x.float()
         if spec.embed_scale != 1.0:

@@ -77,7 +77,7 @@ class Embedder:
         for rows in self._batches(tokens):
             for i, vector in zip(rows, self._run([tokens[i] for i in rows]), strict=True):
                 vectors[i] = vector
-        return torch.stack([vectors[i] for i in range(len(tokens))]) if tokens else torch.empty(0, 0)
+        return torch.stack([vectors[i] for i in range(len(tokens))]) if tokens else torch.empty(0, 0, device="cpu")
 
     def tokens(self, one: str | Sequence[int]) -> list[int]:
         """Tokenize a text; return token ids unchanged."""
@@ -110,7 +110,7 @@ class Embedder:
         if self.pooling == "first":
             out = hidden[:, 0]
         elif self.pooling == "last":
-            out = hidden[torch.arange(len(tokens)), lengths - 1]
+            out = hidden[torch.arange(len(tokens), device="cpu"), lengths - 1]
         elif self.pooling == "max":
             out = hidden.masked_fill(~mask[..., None], -torch.inf).amax(1)
         else:

@@ -128,7 +128,7 @@ class _Plans(threading.local):
         last = [(length - 1) % size + 1 for length in batch.lengths]
 
         def host(numbers: list[int]) -> Tensor:  # it reads these on the host
-            return torch.tensor(numbers, dtype=torch.int32)
+            return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
         wrapper.plan(
             host(batch.starts),

@@ -163,12 +163,14 @@ class HFModelRunner:
         longest, size = max(start for start, _ in sequences), cache.size
         follows = self.stateful and longest > 0
         past = self._memory.new_past(cache.states.read([blocks[0] for _, blocks in sequences]) if follows else ())
-        mask = torch.zeros(len(sequences), longest + count, dtype=torch.int64)
-        rows = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        mask = torch.zeros(len(sequences), longest + count, dtype=torch.int64, device="cpu")
+        rows = torch.zeros(len(sequences), longest, dtype=torch.int64, device="cpu")
         for g, (start, blocks) in enumerate(sequences):
             mask[g, longest - start :] = 1
-            at = torch.arange(start)
-            rows[g, longest - start :] = torch.tensor(blocks, dtype=torch.int64)[at // size] * size + at % size
+            at = torch.arange(start, device="cpu")
+            rows[g, longest - start :] = (
+                torch.tensor(blocks, dtype=torch.int64, device="cpu")[at // size] * size + at % size
+            )
         rows = rows.to(self.device)
         if longest:
             for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):

@@ -306,7 +306,9 @@ class InferenceEngine(nn.Module):
         out = torch.full((len(answers), ids.shape[1] + longest), request.pad, dtype=ids.dtype, device=ids.device)
         out[:, : ids.shape[1]] = rows
         for row, answer in zip(out, answers, strict=True):
-            row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(answer.tokens, dtype=ids.dtype)
+            row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(
+                answer.tokens, dtype=ids.dtype, device="cpu"
+            )
         return out
 
     def _request(self, prompt: int, keywords: Mapping[str, Any]) -> _GenerateCall:

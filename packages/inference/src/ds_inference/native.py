@@ -208,7 +208,9 @@ class NativeDecoder:
         bias = None
         if any(b is not None for b in biases):
             rows = [p.shape[0] for p in parts]
-            bias = torch.cat([torch.zeros(n) if b is None else b for b, n in zip(biases, rows, strict=True)])
+            bias = torch.cat(
+                [torch.zeros(n, device="cpu") if b is None else b for b, n in zip(biases, rows, strict=True)]
+            )
         both = _stacked(parts)
         first = pack(both, bias, inputs=self._inputs(both))
         up = dequantised(self._weights[f"{at}.kv_up.weight"])

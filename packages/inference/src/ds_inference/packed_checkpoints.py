@@ -112,13 +112,17 @@ class PackedCheckpoint(Mapping[str, Weight]):
             zeros = (zeros + 1) % (1 << bits)  # version 1 keeps them less one
         inputs, groups = codes.shape[1], scales.shape[0]
         group = -(-inputs // groups)
-        order = self._inner[base + "g_idx"].long() if base + "g_idx" in self._inner else torch.arange(inputs) // group
-        if bits == 2 or not torch.equal(order, torch.arange(inputs) // group):
+        order = (
+            self._inner[base + "g_idx"].long()
+            if base + "g_idx" in self._inner
+            else torch.arange(inputs, device="cpu") // group
+        )
+        if bits == 2 or not torch.equal(order, torch.arange(inputs, device="cpu") // group):
             return ((codes - zeros.t()[:, order]) * scales.t().float()[:, order]).to(scales.dtype)
         return _coded(codes, scales.t(), zeros.t(), bits, group)
 
     def _awq(self, base: str) -> Weight:
-        back = torch.tensor(_AWQ_ORDER).argsort()
+        back = torch.tensor(_AWQ_ORDER, device="cpu").argsort()
 
         def columns(packed: Tensor) -> Tensor:
             return _words(packed, 4).view(packed.shape[0], -1, 8)[..., back].flatten(1)
@@ -137,7 +141,7 @@ class PackedCheckpoint(Mapping[str, Weight]):
         bits = 32 * self._inner[base + "weight_packed"].shape[1] // inputs
         bits = 8 if bits >= 8 else 4
         codes = _words(self._inner[base + "weight_packed"], bits)[:, :inputs]
-        zeros = torch.full(scales.shape, 1 << (bits - 1))
+        zeros = torch.full(scales.shape, 1 << (bits - 1), device="cpu")
         if base + "weight_zero_point" in self._inner:
             zeros = _words(self._inner[base + "weight_zero_point"].t(), bits)[:, :rows].t()
         return _coded(
@@ -154,7 +158,7 @@ class PackedCheckpoint(Mapping[str, Weight]):
     def _mxfp4(self, base: str) -> Weight:
         blocks, scales = self._inner[base + "_blocks"], self._inner[base + "_scales"]
         shape = (*blocks.shape[:-2], 32 * blocks.shape[-2])
-        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).flatten(0, -2)
+        powers = torch.ldexp(torch.ones(scales.shape, device="cpu"), scales.int() - 127).flatten(0, -2)
         return _floats(blocks.flatten(-2).flatten(0, -2), powers, QuantSpec(FP4_E2M1, 32), shape)
 
 
@@ -163,7 +167,7 @@ _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quan
 
 def _words(packed: Tensor, bits: int) -> Tensor:
     """Unpack int32 [rows, words] into codes int64 [rows, words * 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits)
+    shifts = torch.arange(0, 32, bits, device="cpu")
     return ((packed.long()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
@@ -184,7 +188,9 @@ def _block(scales: Tensor, shape: torch.Size, dim: int) -> int:
 def _floats(codes: Tensor, scales: Tensor, spec: QuantSpec, shape: tuple[int, ...] | None = None) -> QuantTensor:
     """Build a QuantTensor, worth bf16, from bytes of floating codes [N, .] and scales [N, groups]."""
     rows, inputs = codes.shape[0], codes.shape[1] * 8 // spec.format.bits
-    quantized = QuantTensor.empty(spec, rows, inputs, like=torch.empty(0, dtype=torch.bfloat16), shape=shape)
+    quantized = QuantTensor.empty(
+        spec, rows, inputs, like=torch.empty(0, dtype=torch.bfloat16, device="cpu"), shape=shape
+    )
     quantized.wire.zero_()
     quantized.codes.copy_(codes)
     quantized.params.copy_(scales[..., None])
@@ -198,7 +204,7 @@ def _coded(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) 
     """
     rows, inputs = codes.shape
     if group % 8 or scales.shape[1] != -(-inputs // group):
-        at = torch.arange(inputs) // group
+        at = torch.arange(inputs, device="cpu") // group
         return ((codes - zeros[:, at]) * scales.float()[:, at]).to(scales.dtype)
     quantized = QuantTensor.empty(
         QuantSpec(INT8 if bits == 8 else INT4, group, symmetric=False), rows, inputs, like=scales.new_empty(0)

@@ -132,7 +132,7 @@ def to_batch(indices: ChunkIndices, device: torch.device) -> BatchIndices:
         indices.seqlens_k,
         tables,
     ]
-    buffer = torch.tensor([n for row in rows for n in row], dtype=torch.int32)
+    buffer = torch.tensor([n for row in rows for n in row], dtype=torch.int32, device="cpu")
     if device.type != "cpu":
         buffer = streams.copy_to(streams.pin(buffer), device)
     parts = buffer.split([len(row) for row in rows])
@@ -187,7 +187,7 @@ def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
     slopes = [base ** (i + 1) for i in range(nearest)]
     base = 2.0 ** (-4.0 / nearest)
     slopes += [base ** (2 * i + 1) for i in range(heads - nearest)]
-    return torch.tensor(slopes, dtype=torch.bfloat16 if rounded else torch.float32)
+    return torch.tensor(slopes, dtype=torch.bfloat16 if rounded else torch.float32, device="cpu")
 
 
 def attend(

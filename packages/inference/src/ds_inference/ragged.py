@@ -85,7 +85,7 @@ class RaggedEngine:
     @property
     def free_blocks(self) -> Tensor:
         """Blocks that no sequence has, int32 [1]."""
-        return torch.tensor([self._pool.num_free], dtype=torch.int32)
+        return torch.tensor([self._pool.num_free], dtype=torch.int32, device="cpu")
 
     @property
     def n_kv_cache_groups(self) -> int:

@@ -127,7 +127,7 @@ def _send(words: list[int] | None, group: ds_comm.Group) -> None:
     """Broadcast a plan, or None as the end: int32, [how many, words ...]."""
     message = [-1] if words is None else [len(words), *words]
     message += [0] * (_WORDS - len(message))
-    whole = torch.tensor(message, dtype=torch.int32).to(metadata_device(group))
+    whole = torch.tensor(message, dtype=torch.int32, device="cpu").to(metadata_device(group))
     for part in whole.split([_WORDS, len(message) - _WORDS]) if len(message) > _WORDS else (whole,):
         ds_comm.broadcast(part, group_src=0, group=group, unit="step")
 

@@ -100,10 +100,10 @@ class _Follower:
         self._matchers[tuple(answer)] = matcher
         while len(self._matchers) > _SEQUENCES:
             self._matchers.popitem(last=False)
-        mask = torch.zeros(self._vocab, dtype=torch.bool)
+        mask = torch.zeros(self._vocab, dtype=torch.bool, device="cpu")
         packed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
         if matcher.is_error():
             raise _refusal(matcher.get_error())
-        bits = ((packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
+        bits = ((packed[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten().bool()
         mask[: min(len(bits), self._vocab)] = bits[: self._vocab]
         return mask

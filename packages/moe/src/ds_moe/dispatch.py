@@ -183,7 +183,7 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
         compute.shared_output()  # in backward, too: its gradients are computed while those of tokens travel back
     arrived = coming.wait()
     in_order = reorder(arrived, plan.chunks, plan.order)
-    bounds = streams.copy_to(torch.tensor(plan.bounds, dtype=torch.int64), rows.device)
+    bounds = streams.copy_to(torch.tensor(plan.bounds, dtype=torch.int64, device="cpu"), rows.device)
     out = compute(in_order, DispatchRows(bounds, plan.bounds))
     back = reorder(out, [plan.chunks[i] for i in plan.order], _inverse(plan.order))
     home = differentiable.all_to_all_rows(back, group, plan.receive, plan.send, unit="moe combine")

@@ -147,6 +147,6 @@ class _Reading:
         values, out = self.numbers.tolist(), {}
         for name, size in self.layers:
             numbers, dropped, values = tuple(values[:size]), values[size], values[size + 1 :]
-            mean, even = sum(numbers) / size, float(entropy(torch.tensor(numbers)))
+            mean, even = sum(numbers) / size, float(entropy(torch.tensor(numbers, device="cpu")))
             out[name] = LayerLoad(numbers, dropped, even, max(numbers) / mean if mean else 0.0)
         return out

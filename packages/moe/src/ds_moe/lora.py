@@ -37,7 +37,7 @@ class ExpertLora(nn.Module):
         bound = 1 / math.sqrt(self.lora_A.shape[2])
         for number, matrix in enumerate(self.lora_A.detach()):
             generator = torch.Generator().manual_seed(derive_seed(seed, name, first + number))
-            matrix.copy_(torch.empty(matrix.shape).uniform_(-bound, bound, generator=generator))
+            matrix.copy_(torch.empty(matrix.shape, device="cpu").uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor, rows: DispatchRows) -> Tensor:
         """Apply the low-rank update of each row's expert: [N, in] to [N, out]."""

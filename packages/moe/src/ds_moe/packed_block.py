@@ -98,7 +98,7 @@ class HeldBlock(nn.Module):
             return
         weight = self.get_submodule(self.parts.router).get_parameter("weight")
         draw = torch.Generator().manual_seed(0)  # the model's own draws are not disturbed
-        x = torch.randn(1, _TOKENS, weight.shape[1], generator=draw).to(weight.device)
+        x = torch.randn(1, _TOKENS, weight.shape[1], generator=draw, device="cpu").to(weight.device)
         exact = {name: value.float() for name, value in values.items()}
         with torch.no_grad():
             expected: Any = torch.func.functional_call(original, exact, (x,))

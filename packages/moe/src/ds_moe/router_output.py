@@ -60,7 +60,7 @@ def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
 
     The product is rounded to fp32 before it is rounded up.
     """
-    share = torch.tensor(factor, dtype=torch.float32) * (tokens / experts)
+    share = torch.tensor(factor, dtype=torch.float32, device="cpu") * (tokens / experts)
     return max(int(torch.ceil(share)), minimum)
 
 

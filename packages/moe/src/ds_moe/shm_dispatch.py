@@ -185,7 +185,7 @@ def make_reducer(
     for part, window in written:
         window.local[: part.shape[0]].copy_(part)
     head.local[0, :experts] = counts
-    head.local[0, experts:] = torch.tensor([x.shape[1], x.element_size(), rows, early])
+    head.local[0, experts:] = torch.tensor([x.shape[1], x.element_size(), rows, early], device="cpu")
     head.publish("moe counts")
     table = head.everyone[:: windows.rows].clone()
     widths, sizes, numbers_of_rows, early_ones = table[:, experts:].t().tolist()

@@ -139,7 +139,7 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
 
 def _run(op: Op, spec: UpdateSpec, tensors: UpdateTensors, *extra: Tensor) -> Tensor:
     if not tensors.params:
-        return torch.zeros(0, 2, dtype=torch.float64)
+        return torch.zeros(0, 2, dtype=torch.float64, device="cpu")
     first = tensors.params[0]
     choice = choose(op, first.device.type, _widest(tensors))
     _require_scale(spec.grad_scale, first)
@@ -214,7 +214,9 @@ def _native_columns(spec: UpdateSpec, columns: _call.Columns, ratio: int = 0, pa
 def _cpu_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     block = _call.native().update_block
     blocks = [-(-p.numel() // block) for p in tensors.params]
-    partials = torch.zeros(sum(blocks) + 1, 2, dtype=torch.float64)  # one more: an empty tensor has no address
+    partials = torch.zeros(
+        sum(blocks) + 1, 2, dtype=torch.float64, device="cpu"
+    )  # one more: an empty tensor has no address
     _native_call(spec, tensors, partials=_call.address(partials))
     return torch.stack([part.sum(0) for part in partials[:-1].split(blocks)])
 

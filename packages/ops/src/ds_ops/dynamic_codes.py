@@ -31,11 +31,11 @@ def dynamic_map(signed: bool, device: torch.device = torch.device("cpu")) -> Ten
     """Return the values of the 256 codes, ascending: fp32 [256]."""
     values = [0.0, 1.0]
     for decade in range(_DECADES):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, device="cpu")
         means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)).tolist()
         values += means
         values += [-x for x in means] if signed else []
-    return torch.tensor(sorted(values), dtype=torch.float32).to(device)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu").to(device)
 
 
 def quantize_dynamic(x: Tensor, *, signed: bool, dither: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -81,9 +81,9 @@ def _tables(signed: bool, dither: float, device: torch.device) -> tuple[Tensor, 
         borders[0] = 0.0
     order, lowest = _cells()
     first = torch.searchsorted(lowest, borders, right=True)  # the first cell that lies above each border
-    floors = torch.empty(_CELLS, dtype=torch.int32)
+    floors = torch.empty(_CELLS, dtype=torch.int32, device="cpu")
     floors[order] = torch.bincount(first, minlength=_CELLS + 1)[:_CELLS].cumsum(0).to(torch.int32)
-    borders = torch.cat([borders, torch.tensor([torch.inf])])
+    borders = torch.cat([borders, torch.tensor([torch.inf], device="cpu")])
     return floors.to(device), borders.to(device)
 
 
@@ -91,7 +91,7 @@ def _tables(signed: bool, dither: float, device: torch.device) -> tuple[Tensor, 
 def _cells() -> tuple[Tensor, Tensor]:
     """Return the upper halves of all fp32 in ascending order of value, int64 [65536], and the least fp32 of each, NaN as infinities."""
     half = _CELLS // 2
-    order = torch.cat([torch.arange(_CELLS - 1, half - 1, -1), torch.arange(half)])
+    order = torch.cat([torch.arange(_CELLS - 1, half - 1, -1, device="cpu"), torch.arange(half, device="cpu")])
     bits = (order << 16) + torch.where(order >= half, 0xFFFF, 0)
     signed_bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
     lowest = signed_bits.view(torch.float32)

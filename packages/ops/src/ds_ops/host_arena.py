@@ -40,7 +40,7 @@ def zeros_huge(numels: Sequence[int], dtype: torch.dtype, *, stream: int = 0) ->
         offsets.append(end)
         end += -(-n * item // _ALIGN_BYTES) * _ALIGN_BYTES
     if end < HUGE_PAGE_BYTES:
-        return [torch.zeros(n, dtype=dtype) for n in numels]
+        return [torch.zeros(n, dtype=dtype, device="cpu") for n in numels]
     start = stream % _STAGGER_STEPS * _STAGGER_BYTES
     base = _mapping(end + start)[start:]
     return [base[o : o + n * item].view(dtype) for o, n in zip(offsets, numels, strict=True)]

@@ -195,7 +195,7 @@ def _reference_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
     expert_rows = counts.sum(0).view(ranks, local).sum(1)
     if max(int(expert_rows.max()), int(counts.sum(1).max())) > room or int(counts.min()) < 0:
         raise _no_room(counts, room)
-    firsts = torch.arange(ranks) * room
+    firsts = torch.arange(ranks, device="cpu") * room
     starts = counts.cumsum(1) - counts + firsts[:, None]  # of each rank and expert, the first row at home
     local_experts = slice(rank * local, (rank + 1) * local)
     number = counts[:, local_experts].t().reshape(-1)
@@ -211,7 +211,7 @@ def _reference_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
 def _runs(starts: Tensor, number: Tensor) -> Tensor:
     """Concatenate for each i the number[i] consecutive numbers from starts[i] on."""
     before = number.cumsum(0) - number
-    return (starts - before).repeat_interleave(number) + torch.arange(int(number.sum()))
+    return (starts - before).repeat_interleave(number) + torch.arange(int(number.sum()), device="cpu")
 
 
 def regroup(counts: Tensor, rows: int) -> RowPermutation:

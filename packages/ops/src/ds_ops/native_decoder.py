@@ -275,7 +275,7 @@ class DecoderProgram:
                     self._parts.append(part.words())
                 words.append(0 if part is None else self._parts[-1].ctypes.data)
             row[: len(words)] = words
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
 
     def step(
         self,
@@ -312,7 +312,7 @@ class DecoderProgram:
             ],
             dtype=np.int64,
         )
-        logits = torch.empty(len(outputs), self.head.n)
+        logits = torch.empty(len(outputs), self.head.n, device="cpu")
         sines = (0, 0, 0) if turns is None else (address(turns), address(turns[1]), turns.shape[-1])
         words = [address(x), rows, self.hidden, self._table.ctypes.data, len(self.layers), *self.last.words()]
         words += [
@@ -329,7 +329,7 @@ class DecoderProgram:
         step, module, threads = np.array(words, dtype=np.int64), _call.native(), kernel_threads()
         needed = module.decoder_scratch(step.ctypes.data, _STEP_WORDS, threads)
         if self._scratch.numel() < needed:
-            self._scratch = torch.zeros(needed)
+            self._scratch = torch.zeros(needed, device="cpu")
         step[-4:-2] = address(self._scratch), self._scratch.numel()
         status = module.decoder_step(step.ctypes.data, _STEP_WORDS, threads)
         if status == _RANK_FAILED and self.ranks is not None:

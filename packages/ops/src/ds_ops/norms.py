@@ -160,8 +160,8 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
     rows = x.numel() // cols if cols else 0
     threads = kernel_threads()
     total = torch.empty_like(x) if residual is not None else None
-    y, rstd = torch.empty_like(x), torch.empty(rows)
-    scratch = torch.empty(threads, cols)
+    y, rstd = torch.empty_like(x), torch.empty(rows, device="cpu")
+    scratch = torch.empty(threads, cols, device="cpu")
     wide = None if weight is None else weight.detach().float().contiguous()
     addresses = tuple(map(_at, (x, residual, wide, total, y, rstd)))
     status = _call.native().norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, _at(scratch), threads)
@@ -178,8 +178,8 @@ def _backward(
     """
     h, cols = saved.h, saved.h.shape[-1]
     native, threads = _call.native(), kernel_threads()
-    dx, scratch = torch.empty_like(h), torch.empty(2 * threads, cols)
-    partials = None if wanted is None else torch.zeros(native.norm_grad_blocks, cols)
+    dx, scratch = torch.empty_like(h), torch.empty(2 * threads, cols, device="cpu")
+    partials = None if wanted is None else torch.zeros(native.norm_grad_blocks, cols, device="cpu")
     addresses = tuple(map(_at, (h, dy, dsum, saved.weight, saved.rstd, dx, partials)))
     rows = h.numel() // cols if cols else 0
     status = native.norm_grad(rows, cols, _call.DTYPES[h.dtype], addresses, _at(scratch), threads)

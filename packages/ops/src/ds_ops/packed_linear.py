@@ -88,8 +88,8 @@ def _reference(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def _cpu(x: Tensor, weight: PackedWeight) -> Tensor:
     module, words = _call.native(), np.array(weight.words(), dtype=np.int64)
-    wide, y = x.contiguous(), torch.empty(len(x), weight.n)
-    scratch = torch.zeros(module.decoder_product_scratch(words.ctypes.data, len(words), len(wide)))
+    wide, y = x.contiguous(), torch.empty(len(x), weight.n, device="cpu")
+    scratch = torch.zeros(module.decoder_product_scratch(words.ctypes.data, len(words), len(wide)), device="cpu")
     status = module.decoder_product(
         words.ctypes.data,
         len(words),

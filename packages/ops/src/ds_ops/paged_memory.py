@@ -47,7 +47,7 @@ def zeros_paged(numels: Sequence[int], dtype: torch.dtype, folder: str | None = 
         offsets.append(end)
         end += -(-n * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
     if not end:
-        return [torch.zeros(n, dtype=dtype) for n in numels]
+        return [torch.zeros(n, dtype=dtype, device="cpu") for n in numels]
     try:
         fd = open_nameless(folder)
         try:

@@ -100,7 +100,7 @@ def _trial() -> dict[str, Any]:
     spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(AdamHyper(1e-3, (0.9, 0.999), 1e-8, 0.01), 1))
 
     def stepped(run: Callable[..., Any]) -> torch.Tensor:
-        p, g, m, v = (torch.linspace(0.1, 1.0 + k, 1003) for k in range(4))
+        p, g, m, v = (torch.linspace(0.1, 1.0 + k, 1003, device="cpu") for k in range(4))
         run(spec, UpdateTensors([p], [g], ([m], [v])))
         return p
 

@@ -278,7 +278,7 @@ def _cpu_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> Non
 
 def _cpu_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
     threads = kernel_threads()
-    scratch = torch.empty(threads, out.spec.group)
+    scratch = torch.empty(threads, out.spec.group, device="cpu")
     status = _call.native().reduce_quantized(
         native_spec(q.spec),
         native_rows(q),

@@ -173,7 +173,7 @@ def _cpu_linear(x: Tensor, weight: QuantTensor) -> Tensor:
     if tokens > FEW_TOKENS:
         return _by_panels(x, weight)
     wide = x.detach().float().contiguous()
-    y = torch.empty(tokens, outputs)
+    y = torch.empty(tokens, outputs, device="cpu")
     status = _call.native().quant_linear(
         native_spec(weight.spec),
         native_rows(weight),

@@ -84,7 +84,7 @@ def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
 
 
 def _plain(dim: int, base: float) -> Tensor:
-    return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
 
 
 def _trained(rope: RotarySpec, scaling: Mapping[str, Any]) -> int:
@@ -123,7 +123,7 @@ def _yarn(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequenc
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
     width = last - first if last != first else 0.001
-    stretched = ((torch.arange(rope.dim // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
+    stretched = ((torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu") - first) / width).clamp(0, 1)
     plain = _plain(rope.dim, rope.base)
     return Frequencies(plain * (1 - stretched) + plain / factor * stretched, _yarn_magnitude(scaling, factor))
 
@@ -143,7 +143,7 @@ def _longrope(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Freq
     """Scale each pair by a factor of the configuration: one set for trained lengths, another for longer lengths."""
     trained = _trained(rope, scaling)
     key = "long_factor" if length > trained else "short_factor"
-    stretch = torch.tensor(scaling[key], dtype=torch.float64)
+    stretch = torch.tensor(scaling[key], dtype=torch.float64, device="cpu")
     if stretch.shape != (rope.dim // 2,):
         raise _call.refuse(
             f"{key}: expected {rope.dim // 2} numbers, one a pair; found {list(stretch.shape)}.", "Check head_dim."

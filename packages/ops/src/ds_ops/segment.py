@@ -66,7 +66,7 @@ class SharedSegment:
 
     def tensor(self, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
         """Return [numel] of `dtype` at `offset_bytes` as a view of the shared memory. Keeps the mapping alive."""
-        width = torch.empty((), dtype=dtype).element_size()
+        width = torch.empty((), dtype=dtype, device="cpu").element_size()
         if offset_bytes % width or offset_bytes < 0 or offset_bytes + numel * width > self.nbytes:
             raise KernelError(
                 f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a segment of {self.nbytes} bytes",
@@ -78,7 +78,7 @@ class SharedSegment:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Pattern:
 
         A single head serves all heads of `block_sparse_attention`.
         """
-        place = torch.arange(blocks)
+        place = torch.arange(blocks, device="cpu")
         row, col = place[:, None], place[None, :]
         near = (row - col).abs() <= self.reach
         if self.windows:
@@ -86,11 +86,11 @@ class Pattern:
             near = near | (number[:, None] == number[None, :])
         draws = torch.Generator().manual_seed(seed)
         layers = [near | self._seen_by_all(blocks, head) | self._drawn(blocks, draws) for head in range(heads)]
-        whole = torch.stack(layers) if layers else torch.zeros(0, blocks, blocks, dtype=torch.bool)
+        whole = torch.stack(layers) if layers else torch.zeros(0, blocks, blocks, dtype=torch.bool, device="cpu")
         return whole & (col <= row) if self.causal else whole
 
     def _seen_by_all(self, blocks: int, head: int) -> Tensor:
-        visible = torch.zeros(blocks, dtype=torch.bool)
+        visible = torch.zeros(blocks, dtype=torch.bool, device="cpu")
         for first, end in self.everyone:
             visible[first:end] = True
         if self.per_window:
@@ -104,10 +104,10 @@ class Pattern:
         return columns | visible[:, None] if self.rows else columns
 
     def _drawn(self, blocks: int, draws: torch.Generator) -> Tensor:
-        chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
+        chosen = torch.zeros(blocks, blocks, dtype=torch.bool, device="cpu")
         for row in range(blocks if self.random else 0):
             most = row + 1 if self.causal else blocks
-            chosen[row, torch.randperm(most, generator=draws)[: self.random]] = True
+            chosen[row, torch.randperm(most, generator=draws, device="cpu")[: self.random]] = True
         return chosen
 
 
@@ -116,7 +116,9 @@ def _window_of(sizes: tuple[int, ...], blocks: int) -> Tensor:
     lengths = list(sizes)
     while sum(lengths) < blocks:
         lengths.append(sizes[-1])
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[:blocks]
+    return torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), torch.tensor(lengths, device="cpu"))[
+        :blocks
+    ]
 
 
 def dense(*, causal: bool = False) -> Pattern:

@@ -210,7 +210,9 @@ def _measure(at: Sequence[int], dtype: torch.dtype, numels: Sequence[int]) -> Te
 def norms_and_partials(numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Allocate the norms of tensors of such lengths, [n, 2] fp64, and what a kernel needs for those of the blocks of the longest."""
     blocks = -(-max(numels) // _call.native().norm_block)
-    return torch.empty(len(numels), 2, dtype=torch.float64), torch.empty(blocks, 2, dtype=torch.float64)
+    return torch.empty(len(numels), 2, dtype=torch.float64, device="cpu"), torch.empty(
+        blocks, 2, dtype=torch.float64, device="cpu"
+    )
 
 
 def _check_convert(out: Tensor, x: Tensor) -> None:

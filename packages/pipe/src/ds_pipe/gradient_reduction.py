@@ -186,7 +186,7 @@ class _ByOptimizer:
         return self._optimizer.reduction(action.reduce)
 
     def expect_gradients(self) -> None:
-        self._optimizer.scale(torch.zeros(()))
+        self._optimizer.scale(torch.zeros((), device="cpu"))
 
 
 def reduce_gradients(model: StagedModel | HasStages) -> None:

@@ -32,7 +32,7 @@ def check_weights(weights: Sequence[Any], count: int) -> Tensor:
     Raises:
         PlanError: another number of them, or one that is negative or not finite ("pipe-weights").
     """
-    found = torch.tensor([float(w) for w in weights], dtype=torch.float64)
+    found = torch.tensor([float(w) for w in weights], dtype=torch.float64, device="cpu")
     if len(found) != count or not bool((found.isfinite() & (found >= 0)).all()):
         raise PlanError(
             f"{count} microbatches have the weights {found.tolist()[:8]}",

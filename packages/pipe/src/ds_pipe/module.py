@@ -341,7 +341,7 @@ class _StageModule(nn.Module):
             if again and owner.activation_checkpoint_func is not None:
                 # Such functions look for tensors among their arguments, and some give weights no gradient where none of those needs one.
                 value, several = _differentiable(value), isinstance(value, tuple)
-                anchor = () if _needs_gradient(value) else (torch.empty(0, requires_grad=True),)
+                anchor = () if _needs_gradient(value) else (torch.empty(0, requires_grad=True, device="cpu"),)
                 value = owner.activation_checkpoint_func(
                     _of_arguments(run, len(anchor), several), *anchor, *(value if several else (value,))
                 )

@@ -63,7 +63,7 @@ class Pipeline:
         splits = any(a.op is ActionKind.INPUT_GRAD for row in program.ranks for a in row)
         self.executor = PipelineExecutor(model, splits, max(verify(add_comms(program)).peak_activations) + 1)
         self.reduction: GradientReduction = PlainReduction(model)
-        self.losses = torch.zeros(0, dtype=torch.float64)
+        self.losses = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.reduces_every_backward = False
         self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
 
@@ -156,7 +156,7 @@ class Pipeline:
             return data, None
         places, error, factors = self.model.places, None, None
         if self.model.last:
-            numbers = torch.full((1,), torch.nan, dtype=torch.float64)
+            numbers = torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
             try:
                 data, numbers = self._weighed(data, count, weights)
             except Exception as failed:
@@ -175,7 +175,7 @@ class Pipeline:
                     else "Read the error of that replica's last stage.",
                 )
             factors = (numbers * (places.gradient.size / float(total))).tolist() if error is None else None
-        if float(self.executor.share(torch.tensor([float(error is not None)], dtype=torch.float64))):
+        if float(self.executor.share(torch.tensor([float(error is not None)], dtype=torch.float64, device="cpu"))):
             raise_together(error, places.pipe, unit="pipe.weights")
         return data, factors
 
@@ -232,7 +232,7 @@ class Pipeline:
     def _shared(self, losses: Mapping[int, Tensor], count: float, shares: list[float] | None = None) -> Tensor:
         """Return the mean loss; `count`: what the sum of this rank's losses times their shares is divided by, on all ranks alike."""
         self.losses = torch.stack(
-            [losses[m].double().reshape(()).cpu() for m in sorted(losses)] or [torch.zeros(()).double()]
+            [losses[m].double().reshape(()).cpu() for m in sorted(losses)] or [torch.zeros((), device="cpu").double()]
         )
         each = [weighted(self.losses[m], share) for m, share in enumerate(shares or ())]
         total = (torch.stack(each) if each else self.losses).sum().reshape(1)

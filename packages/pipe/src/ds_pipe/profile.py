@@ -33,7 +33,7 @@ def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 5) -> list
     Collective over the world: rank 0 measures, other ranks wait. The random state is restored.
     """
     world, error = ds_comm.world_group(), None
-    seconds = torch.zeros(len(layers), dtype=torch.float64)
+    seconds = torch.zeros(len(layers), dtype=torch.float64, device="cpu")
     if world.rank == 0:
         state = torch.get_rng_state()
         try:

@@ -103,7 +103,7 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     random = _RandomState.now(_device_of([leaves[i] for i in at]))
     segment = _RecomputedSegment(run, backwards, spec, constants, at, random)
-    anchor = torch.empty(0, requires_grad=True)  # weights need gradients even where no input does
+    anchor = torch.empty(0, requires_grad=True, device="cpu")  # weights need gradients even where no input does
     backwards.recorder.anchor(anchor)
     versions = [leaves[i]._version for i in at]
     outputs = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))

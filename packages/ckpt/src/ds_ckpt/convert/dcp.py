@@ -148,7 +148,7 @@ def _prefix(keys: Collection[str]) -> str:
 
 
 def _read(root: Path, key: str, value: TensorStorageMetadata) -> Tensor:
-    out = torch.empty(value.size, dtype=value.properties.dtype)
+    out = torch.empty(value.size, dtype=value.properties.dtype, device="cpu")
     try:
         dcp.load({key: out}, storage_reader=_SafeDcpReader(root), no_dist=True)
     except dcp.CheckpointException as error:  # of this one process; it is no Exception

@@ -495,7 +495,11 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _assembled(pieces: Sequence[tuple[Tensor, int, int]], shape: tuple[int, ...]) -> Tensor:
     numel = torch.Size(shape).numel()
-    flat = torch.cat([part.reshape(-1)[start : start + n] for part, start, n in pieces]) if pieces else torch.empty(0)
+    flat = (
+        torch.cat([part.reshape(-1)[start : start + n] for part, start, n in pieces])
+        if pieces
+        else torch.empty(0, device="cpu")
+    )
     if flat.numel() < numel:
         raise CheckpointError(
             f"a tensor of shape {list(shape)} has only {flat.numel()} elements",

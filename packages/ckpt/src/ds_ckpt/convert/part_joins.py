@@ -202,7 +202,7 @@ def _placed(name: str, entry: Mapping[str, Any], parts: Sequence[Tensor], state:
     whole = parts[0].new_empty(shape)
     if whole.is_meta:
         return whole
-    flat, covered = whole.view(-1), torch.zeros(whole.numel(), dtype=torch.bool)
+    flat, covered = whole.view(-1), torch.zeros(whole.numel(), dtype=torch.bool, device="cpu")
     for rank, held in entry["ranks"].items():
         there = parts[int(rank)].reshape(-1)
         for block in held["pieces"]:

@@ -179,7 +179,7 @@ class _RankFileWriter:
                     fix="DeepSpeed keeps one per group; use its universal layout.",
                 )
             if numbers:
-                states[key] = torch.tensor(float(numbers.pop()))
+                states[key] = torch.tensor(float(numbers.pop()), device="cpu")
         for key in self._state_keys(names):
             states[key] = self._filled(flat, key)
         return states
@@ -202,7 +202,7 @@ class _RankFileWriter:
         return keys
 
     def _filled(self, flat: Flat, state: str) -> Tensor:
-        out = torch.zeros(flat.numel)
+        out = torch.zeros(flat.numel, device="cpu")
         at = 0
         for piece in flat.pieces:
             entry = self.source.entries.get(f"optim/{piece.name}/{state}" if state else f"param/{piece.name}")
@@ -263,7 +263,7 @@ class _RankFileWriter:
             if kind not in ("param", "buffer") or name not in self.names or EXPERT.fullmatch(name):
                 continue
             empty = partitioned and kind == "param"
-            out[name] = torch.empty(0, dtype=torch_dtype(self.layout.dtype)) if empty else self._half(key)
+            out[name] = torch.empty(0, dtype=torch_dtype(self.layout.dtype), device="cpu") if empty else self._half(key)
         shared = {alias: out[target] for alias, target in self._shared().items() if target in out}
         return in_parts({**out, **shared, **extra_entries(self.meta.get("extra"))}, self.layout.nested)
 

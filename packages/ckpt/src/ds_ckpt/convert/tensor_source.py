@@ -111,7 +111,7 @@ def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSourc
 
     def read(name: str) -> Tensor:
         record = manifest.tensors[name]
-        out = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+        out = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
         reads = plan_load([TensorShard.whole(name, record.shape, record.dtype)], manifest)
         with Files(at.storage, at.tag, manifest.files) as files:
             unproven = {(p.file, p.at) for p in read_blocks(files, reads, [byte_view(out)])}

@@ -68,10 +68,10 @@ def write_universal(
                 if state == "step":
                     steps[name] = float(entry.read())
                 continue
-            whole = torch.zeros(shape) if entry is None else entry.read().float()
+            whole = torch.zeros(shape, device="cpu") if entry is None else entry.read().float()
             save_pt(whole.flatten() if flat else {"param": whole, **cut}, folder / f"{state or 'fp32'}.pt")
         if name in steps:
-            torch.save(torch.tensor(float(steps[name])), folder / "step.pt")
+            torch.save(torch.tensor(float(steps[name]), device="cpu"), folder / "step.pt")
     save_pt(_common(groups, steps, source.meta), zero / "optimizer_state.pt")
     model = _model_file(source, trained)
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -115,7 +115,7 @@ def _trained(source: TensorSource) -> dict[str, list[str]]:
 
 
 def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[str, Json]) -> dict[str, Any]:
-    step = torch.tensor(float(next(iter(steps.values()), 0.0)))
+    step = torch.tensor(float(next(iter(steps.values()), 0.0)), device="cpu")
     with_params = [{**group, "params": []} for group in groups]
     version = str((meta.get("source") or {}).get("version") or _DEEPSPEED)
     # DeepSpeed clips by what it loads, not by its own configuration.

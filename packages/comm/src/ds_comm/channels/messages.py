@@ -51,7 +51,7 @@ class _Frame:
     def __init__(self, signature: MessageSignature | None) -> None:
         self.packed = signature is not None and signature.nbytes <= _PACKED_BYTES
         nbytes = _HEAD_BYTES + signature.nbytes if signature is not None and self.packed else _HEAD.size
-        self.buffer, self._signature = torch.empty(nbytes, dtype=torch.uint8), signature
+        self.buffer, self._signature = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), signature
         self._address = self.buffer.data_ptr()
 
     def write_head(self, number: int, text_bytes: int) -> None:
@@ -83,7 +83,9 @@ class _Frame:
             raise IndexError(leaf)
         dtype, shape, _ = self._signature.leaves[leaf]
         at = (_HEAD_BYTES + self._signature.starts[leaf]) // dtype.itemsize
-        return torch.empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), at, shape, self._signature.strides[leaf])
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            self.buffer.untyped_storage(), at, shape, self._signature.strides[leaf]
+        )
 
     @property
     def shared(self) -> bool:
@@ -200,7 +202,7 @@ class MessageReceiver:
         number, text_bytes = frame.read_head()
         if self._last is None or number != self._last[0]:
             if text_bytes:
-                text = torch.empty(text_bytes, dtype=torch.uint8)
+                text = torch.empty(text_bytes, dtype=torch.uint8, device="cpu")
                 self._receive([(text, self._tag)]).wait()
                 self._known[number] = MessageSignature.parse(text.numpy().tobytes())
             self._last = number, self._known[number]
@@ -221,8 +223,8 @@ class MessageReceiver:
             works = [to.recv(_some(part), self._peer, tag).works for part, tag in parts]
             return Started([work for one in works for work in one])
 
-        return self._call.start(parts[-1][0] if parts else torch.empty(0), True, launch, peer=self._peer)
+        return self._call.start(parts[-1][0] if parts else torch.empty(0, device="cpu"), True, launch, peer=self._peer)
 
 
 def _some(tensor: Tensor) -> Tensor:
-    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
+    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device="cpu")

@@ -72,7 +72,7 @@ class MessageSignature:
 
     def empties(self) -> list[Tensor]:
         """Allocate uninitialized tensors of this signature in host memory."""
-        return [torch.empty(shape, dtype=dtype) for dtype, shape, _ in self.leaves]
+        return [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape, _ in self.leaves]
 
     def placed(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensors, of which those that were on a device of the sender are copied to `device`, valid on its current stream."""

@@ -129,4 +129,10 @@ def _compress(error: Tensor, real: int) -> Tensor:
 
 
 # The eight signs of a byte.
-_SIGNS = (torch.arange(256).unsqueeze(1) >> torch.arange(8)).bitwise_and_(1).mul_(2).sub_(1).float()
+_SIGNS = (
+    (torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu"))
+    .bitwise_and_(1)
+    .mul_(2)
+    .sub_(1)
+    .float()
+)

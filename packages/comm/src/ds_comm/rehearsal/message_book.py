@@ -61,7 +61,11 @@ class MessageBook:
         self._read[source, channel] = at + 1
         if at >= len(messages) or (text := messages[at]) is None:
             return False
-        data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) if text else torch.empty(0)
+        data = (
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            if text
+            else torch.empty(0, device="cpu")
+        )
         if data.numel() != tensor.nbytes:
             return False
         if text:

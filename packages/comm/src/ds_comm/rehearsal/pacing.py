@@ -117,7 +117,7 @@ class HostPacer(Pacer):
         self._queue: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waited: list[Trip] = []
-        self._scratch = torch.zeros(2, _CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.zeros(2, _CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def start(self, trip: Trip) -> dist.Work:
         if self._thread is None:

@@ -54,7 +54,7 @@ _OPS = {
     dist.ReduceOp.BOR: ShmReduceOp.BOR,
     dist.ReduceOp.BXOR: ShmReduceOp.BXOR,
 }
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 _ROW_BYTES = 64  # rows that are shorter are put together first
 SETTINGS = ChannelSettings()
 _CROWDED_SPIN_US = 20  # where ranks outnumber cores, one that waits must not keep another from running
@@ -284,7 +284,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
-        into = [out if _in_rows(out) else torch.empty(out.shape, dtype=out.dtype) for out in outputs]
+        into = [out if _in_rows(out) else torch.empty(out.shape, dtype=out.dtype, device="cpu") for out in outputs]
         sources = [one if _in_rows(one) else one.contiguous() for one in inputs]
         copies = [(out, staged) for out, staged in zip(outputs, into, strict=True) if staged is not out]
         work = _ShmWork(self, [self._channel.all_to_all_parts(sources, into)], outputs)
@@ -296,7 +296,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if opts is not None and opts.asyncOp:
-            nothing = torch.empty(0, dtype=torch.uint8)
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
             work = _ShmWork(self, [self._channel.start(ShmCollective.ALL_REDUCE, nothing, nothing)], [])
             with self.calls.begin("barrier", None) as call:
                 call.work = work
@@ -317,7 +317,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         tasks, copies = [], []
         for t in tensors:
-            flat = t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
+            flat = t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device="cpu")
             tasks.append(self._channel.receive(flat, src, tag))
             if flat is not t:
                 copies.append((t, flat))
@@ -341,7 +341,7 @@ class ShmProcessGroup(PythonProcessGroup):
         copies, tasks = [], []
         with self.calls.begin(verb.name.lower(), pairs[0][0] if pairs else None) as call:
             for source, out in pairs:
-                into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+                into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device="cpu")
                 inp = into.copy_(out) if source is out and into is not out else source.contiguous()
                 if into is not out:
                     copies.append((out, into))

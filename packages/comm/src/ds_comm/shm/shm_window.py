@@ -53,7 +53,7 @@ class ShmWindow:
         wish = TensorRequest(every[0] * every[1], self.dtype, shared=True)
         self._buffers = [shared.view(every) for (shared,) in self._arena.allocate([wish, wish])]
         if not self._buffers:
-            self._buffers = [torch.empty(every, dtype=self.dtype)] * 2
+            self._buffers = [torch.empty(every, dtype=self.dtype, device="cpu")] * 2
         self.everyone = self._buffers[1]
 
     def publish(self, unit: str = "") -> None:

@@ -112,9 +112,9 @@ class JointMessage:
             if rank == group.rank:
                 there, here = [], []
             packed = torch.cat(
-                [_bytes(piece) for piece in here if _short(piece)] or [torch.empty(0, dtype=torch.uint8)]
+                [_bytes(piece) for piece in here if _short(piece)] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
             )
-            coming = torch.empty(sum(piece.nbytes for piece in there if _short(piece)), dtype=torch.uint8)
+            coming = torch.empty(sum(piece.nbytes for piece in there if _short(piece)), dtype=torch.uint8, device="cpu")
             arriving.append([*(p for p in there if not _short(p)), *([coming] if coming.numel() else [])])
             leaving.append([*(p for p in here if not _short(p)), *([packed] if packed.numel() else [])])
             self._then.append(_unpack(coming, [piece for piece in there if _short(piece)]))

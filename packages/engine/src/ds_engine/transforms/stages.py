@@ -172,14 +172,17 @@ class StagedExecutor:
 
     def _everywhere(self, losses: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
         """Share the losses by microbatch with all ranks of the pipeline. Collective: 24 bytes a microbatch."""
-        table = torch.zeros(count, 3, dtype=torch.float64)
+        table = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
         for microbatch, loss in losses.items():
             summed = isinstance(loss, SumLoss)
             total, number = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 1.0)
-            table[microbatch] = torch.tensor([float(summed), float(total.detach()), float(number)], dtype=torch.float64)
+            table[microbatch] = torch.tensor(
+                [float(summed), float(total.detach()), float(number)], dtype=torch.float64, device="cpu"
+            )
         rows = self.pipeline.executor.share(table).tolist()
         return [
-            SumLoss(torch.tensor(total), number) if summed else torch.tensor(total) for summed, total, number in rows
+            SumLoss(torch.tensor(total, device="cpu"), number) if summed else torch.tensor(total, device="cpu")
+            for summed, total, number in rows
         ]
 
 

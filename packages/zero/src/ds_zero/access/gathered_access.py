@@ -236,7 +236,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
     Cost: an all-gather of the whole model; this rank holds all of it meanwhile.
     """
-    sharding = sharding_of(next(iter(model.parameters()), torch.empty(0)))
+    sharding = sharding_of(next(iter(model.parameters()), torch.empty(0, device="cpu")))
     if sharding is None:
         yield model
         return

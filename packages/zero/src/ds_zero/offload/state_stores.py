@@ -459,6 +459,6 @@ def _per_element(value: Any, part: OptimizerSlice) -> bool:
 
 def empty_placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Create a tensor without memory; only its shape and dtype may be read."""
-    empty = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
+    empty = torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape)).detach()
     empty.untyped_storage().resize_(0)
     return empty

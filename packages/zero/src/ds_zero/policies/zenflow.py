@@ -400,15 +400,15 @@ class ZenFlowUpdater(Updater):
         for piece in self.sharding.pieces(unit):
             if not part.start <= piece.start < part.stop:
                 continue
-            indices = torch.arange(piece.interval.numel)
+            indices = torch.arange(piece.interval.numel, device="cpu")
             at = piece.start - part.start
             if len(piece.shape) != 2:
                 always.append(indices + at)
                 continue
-            inside = torch.zeros(piece.shape[1], dtype=torch.bool)
+            inside = torch.zeros(piece.shape[1], dtype=torch.bool, device="cpu")
             inside[self._columns[piece.name]] = True
             chosen.append(indices[inside[(indices + piece.interval.start) % piece.shape[1]]] + at)
-        device, none = part.tensor.device, torch.zeros(0, dtype=torch.int64)
+        device, none = part.tensor.device, torch.zeros(0, dtype=torch.int64, device="cpu")
         places = _Places(torch.cat([none, *always]).to(device), torch.cat([none, *chosen]).to(device))
         self._places[id(part.tensor)] = part.tensor, places
         return places
@@ -439,7 +439,9 @@ class ZenFlowUpdater(Updater):
         counted = self._calendar
         counted.step, counted.since, counted.fast = int(saved["step"]), int(saved["since"]), int(saved["fast"])
         self._columns = {
-            names[k]: torch.tensor(v, dtype=torch.int64) for k, v in saved["columns"].items() if k in names
+            names[k]: torch.tensor(v, dtype=torch.int64, device="cpu")
+            for k, v in saved["columns"].items()
+            if k in names
         }
         self._votes = {names[k]: Votes(*v) for k, v in saved["votes"].items() if k in names}
         self._places.clear()

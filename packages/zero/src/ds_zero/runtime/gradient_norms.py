@@ -193,7 +193,7 @@ class _NormMessage:
 
     def __init__(self, agreement: GradientAgreement, device: torch.device) -> None:
         self._group, (tensors, counted) = agreement.group, agreement.sizes
-        self._counted, self._totals = counted + 4, (torch.zeros(0), torch.zeros(0))
+        self._counted, self._totals = counted + 4, (torch.zeros(0, device="cpu"), torch.zeros(0, device="cpu"))
         host = metadata_device(self._group)
         # One message to each other rank, and one wait: all-reduces of sums and of maxima have two.
         self._gathers = 1 < self._group.size <= _GATHERED and host == device
@@ -209,9 +209,9 @@ class _NormMessage:
             self._totals = self.table[:, 0], self.table[:, 1]
             return counts
         if not self._gathers:
-            return self._reduce(torch.tensor(counts, dtype=torch.float64), norms=norms)
+            return self._reduce(torch.tensor(counts, dtype=torch.float64, device="cpu"), norms=norms)
         if counts != self._counts:
-            self._row[: self._counted] = torch.tensor(counts, dtype=torch.float64)
+            self._row[: self._counted] = torch.tensor(counts, dtype=torch.float64, device="cpu")
             self._counts = counts
         row, rows = self._row, self._rows
         if not norms:
@@ -328,7 +328,7 @@ class GradientMeasurements:
             alive = owner()
             sums = None if alive is None else alive.gradients.sums
             sources = [(sums[at], within) for at, within in ranges] if sums else []
-            return norms_of_ranges(sources) if sources else torch.zeros(0, 2, dtype=torch.float64)
+            return norms_of_ranges(sources) if sources else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
 
         return measure
 
@@ -376,9 +376,11 @@ class GradientMeasurements:
         places = [self._places[number].places[kind] for number, kind, _, _ in chunks]
         index = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=self._device)
         every = [list(factors) for _, _, *factors in chunks] or [[1.0, 1.0]]
-        weights = torch.tensor(every[:1] if every.count(every[0]) == len(every) else every, dtype=torch.float64)
+        weights = torch.tensor(
+            every[:1] if every.count(every[0]) == len(every) else every, dtype=torch.float64, device="cpu"
+        )
         if len(weights) > 1:
-            weights = weights.repeat_interleave(torch.tensor([len(place) for place in places]), 0)
+            weights = weights.repeat_interleave(torch.tensor([len(place) for place in places], device="cpu"), 0)
         return index, weights.to(self._device), len(index.unique()) == len(index)
 
     def _check(self, numbers: list[float]) -> None:

@@ -309,7 +309,7 @@ class P2PReduceScatter(_Direct):
     def _pull(self, outs: Sequence[Tensor]) -> Tensor:
         if self._work is not None:
             self._work.wait()
-        bucket, norms = self._parcels[self.rank], torch.zeros(len(outs), 2, dtype=torch.float64)
+        bucket, norms = self._parcels[self.rank], torch.zeros(len(outs), 2, dtype=torch.float64, device="cpu")
         received = [] if self._received is None else list(self._received.view(self.layout.world - 1, -1))
         for number, (at, run, out) in enumerate(zip(bucket.places, self._runs, outs, strict=True)):
             direct, copied = self._mine(run), self._packs[self.rank] + at - bucket.packed

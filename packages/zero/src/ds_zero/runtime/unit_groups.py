@@ -259,7 +259,7 @@ class GroupTable:
     def ranks(self) -> dict[str, ShardGroupInfo]:
         """What planning is to know of each family."""
         device = torch.device("cpu" if self._host else "meta")
-        on_host = self._host and not streams.is_device_memory(torch.empty(0))
+        on_host = self._host and not streams.is_device_memory(torch.empty(0, device="cpu"))
         return {
             name: ShardGroupInfo(
                 group_set.shard_group.size,

@@ -245,8 +245,8 @@ def _targets(
         if not updater.writes_copies() or sum(p.stop - p.start for p in parts) != unit.layout.shard_numel:
             continue
         target = unit.storage.publish_target()
-        if target is None or target.dtype not in _COPIED:
-            continue
+        if target is None or target.dtype not in _COPIED or any(p.tensor.device != target.device for p in parts):
+            continue  # among them weights that rest on the host between uses, of an optimizer on the device
         written[unit] = target
         copies |= {part.tensor: target[part.start : part.stop].view(part.tensor.shape) for part in parts}
     return written, copies
@@ -310,7 +310,7 @@ def _leaves_divided(kind: str, device: str) -> bool:
 @functools.lru_cache(maxsize=16)
 def _divisor(value: float) -> tuple[Tensor, Tensor]:
     """Return what a fused step reads, and never writes: a divisor, and that no gradient is infinite."""
-    return torch.tensor(value, dtype=torch.float32), torch.zeros((), dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu"), torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _step_divided(optimizer: Optimizer, divisor: float) -> None:

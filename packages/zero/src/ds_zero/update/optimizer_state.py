@@ -339,7 +339,7 @@ class OptimizerState:
             if value is not None:
                 # torch's own optimizers count in tensors; those that name their state keep plain numbers.
                 as_tensor = isinstance(value, float) and not hasattr(self.inner, "state_names")
-                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if as_tensor else value
+                self.inner.state[part.tensor][key] = torch.tensor(float(value), device="cpu") if as_tensor else value
 
 
 def _assemble(fragments: list[Fragment], name: str, group: Group) -> dict[str, Tensor]:
@@ -375,4 +375,4 @@ def _plain(value: Any) -> Any:
 def _like(value: Any, old: Any) -> Any:
     if isinstance(old, tuple) and isinstance(value, list):
         return tuple(value)
-    return torch.tensor(value, dtype=old.dtype) if isinstance(old, Tensor) else value
+    return torch.tensor(value, dtype=old.dtype, device="cpu") if isinstance(old, Tensor) else value

@@ -135,7 +135,7 @@ class _Stepped:
     def of(cls, shape: tuple[int, ...], steps: int, phase: float) -> _Stepped:
         """Spread over [-1, 1], another sign in most steps; gradients grow along the tensor, weights shrink."""
         n = math.prod(shape)
-        place = torch.arange(n, dtype=torch.float64)
+        place = torch.arange(n, dtype=torch.float64, device="cpu")
         turn, along = (place * 0.6180339887 + phase).frac_(), (place + 0.5) / n
         steady = [(turn + 0.43 * step).frac_().mul_(2.0).sub_(1.0) for step in range(steps + 1)]
         grads = torch.stack(steady[1:]).mul_(0.1 + along)

@@ -135,7 +135,9 @@ class ShardedOptimizer(Optimizer):
             self._scale = self.sharding.precision.scale.start()
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
         owned = any(g["params"] for g in inner.param_groups)
-        super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
+        super().__init__(
+            inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0, device="cpu"))], inner.defaults
+        )
         for group in inner.param_groups:  # as torch has done where this rank owns something
             for key, value in inner.defaults.items():
                 group.setdefault(key, value)

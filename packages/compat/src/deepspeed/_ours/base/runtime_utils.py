@@ -127,7 +127,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all elements of all tensors, fp64, where the first is. Torch's own sums squares in fp32, and is off by 8e-3 at 50 M."""
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     norms = [torch.linalg.vector_norm(t.detach(), norm_type, dtype=torch.float64) for t in tensors]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 

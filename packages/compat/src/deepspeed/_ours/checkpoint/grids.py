@@ -295,7 +295,7 @@ def join_expert_fragments(
             raise refused("experts-outside", name, output_dir)
         if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != info["num_experts"]:
             raise refused("experts-parts", name, slice_shapes[name][0], dp_degree, tp_degree, info)
-        owners = torch.arange(dp_degree)
+        owners = torch.arange(dp_degree, device="cpu")
         # Those of one expert group after the other: neighbours, or every so many-th rank.
         owners = owners if use_data_before_expert_parallel else owners.view(-1, ranks).t().flatten()
         folder.mkdir(parents=True, exist_ok=True)

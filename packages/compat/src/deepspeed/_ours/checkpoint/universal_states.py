@@ -74,7 +74,7 @@ def parts_of_ranks(
         if not fragments and torch.Size(shape).numel():
             raise refused("fragments-missing", param_base_path, state, rank, list(shape))
     return [
-        torch.cat([*fragments, torch.empty(0)]).reshape(tuple(shape))
+        torch.cat([*fragments, torch.empty(0, device="cpu")]).reshape(tuple(shape))
         for fragments, shape in zip(every, slice_shapes, strict=True)
     ]
 

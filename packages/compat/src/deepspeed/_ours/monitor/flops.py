@@ -138,7 +138,9 @@ def get_model_profile(
     if not (input_shape or args or kwargs):
         raise refused("profile-input")
     inputs = (
-        list(args) if input_shape is None else [next(model.parameters(), torch.empty(0)).new_ones(tuple(input_shape))]
+        list(args)
+        if input_shape is None
+        else [next(model.parameters(), torch.empty(0, device="cpu")).new_ones(tuple(input_shape))]
     )
     call: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)

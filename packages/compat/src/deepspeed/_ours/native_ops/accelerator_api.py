@@ -160,7 +160,7 @@ class FacadeAccelerator:
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty gives memory of the host, not of {device}: leave out device=")
         pins = native_pins()
-        empty = torch.empty(*size, dtype=dtype, pin_memory=self.ours.facts.pinned and not pins)
+        empty = torch.empty(*size, dtype=dtype, pin_memory=self.ours.facts.pinned and not pins, device="cpu")
         if self.ours.facts.pinned or pins:
             track_pinned_memory(empty.nbytes)
         return pins.pin_empty(empty, empty.shape) if pins else empty

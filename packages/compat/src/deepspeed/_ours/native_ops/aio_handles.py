@@ -143,7 +143,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
         """Allocate [num_elem] of the example's dtype: pinned where a device uses pinned memory, else on whole pages."""
         dtype = example_tensor.dtype
         if get_accelerator().facts.pinned:
-            return torch.empty(num_elem, dtype=dtype).pin_memory()
+            return torch.empty(num_elem, dtype=dtype, device="cpu").pin_memory()
         return aligned_bytes(num_elem * dtype.itemsize).view(dtype)
 
     free_cpu_locked_tensor = answers(True, "Return True without freeing: the memory is freed with its last tensor.")

@@ -224,5 +224,5 @@ def _storage_bytes(storages: Sequence[Any], save_size: bool) -> Iterator[Tensor]
             getattr(storage, "_untyped_storage", storage)
         )
         if save_size:
-            yield torch.tensor([data.numel() // dtype.itemsize]).view(torch.uint8)
+            yield torch.tensor([data.numel() // dtype.itemsize], device="cpu").view(torch.uint8)
         yield data.cpu()

@@ -184,7 +184,7 @@ class QuantizedParameter(nn.Parameter):
     ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
             raise refused("codes-trained")
-        values = torch.empty(0) if data is None else data.detach().as_subclass(Tensor)
+        values = torch.empty(0, device="cpu") if data is None else data.detach().as_subclass(Tensor)
         parameter: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
         parameter.quantization_config = quantization_config or QuantizationConfig()
         parameter.quantizer = quantizer or WeightCodes(parameter.quantization_config)

@@ -187,7 +187,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         if self.last is None or self.last.skipped:
             return None if self.last is None else math.inf
         cut = self.sharding.options.residency.shard_optim and self.last.norm is not None
-        return torch.tensor(self.last.norm, dtype=torch.float64) if cut else self.last.norm
+        return torch.tensor(self.last.norm, dtype=torch.float64, device="cpu") if cut else self.last.norm
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
