@@ -130,7 +130,7 @@ class StreamsBackend:
 
     def page_locked(self, size: Sequence[int], dtype: torch.dtype, zero: bool) -> Tensor:
         """Allocate page-locked memory of the host."""
-        return (torch.zeros if zero else torch.empty)(size, dtype=dtype, pin_memory=True)
+        return (torch.zeros if zero else torch.empty)(size, dtype=dtype, pin_memory=True, device="cpu")
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the host to page-locked memory."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_comm.collectives import all_gather_single, broadcast
 from ds_comm.groups import Group
-from ds_comm.metadata import metadata_device
+from ds_comm.metadata import metadata_device, on_group
 
 __all__ = ["make_same"]
 
@@ -26,7 +26,7 @@ def make_same(tensors: Sequence[Tensor], group: Group) -> None:
         table = all_of.view(group.size, -1, 2)
         differs = (table != table[0]).flatten(2).any(2).any(0)
         for i in differs.nonzero().flatten().tolist():
-            value = tensors[i].detach().contiguous()
+            value = on_group(tensors[i].detach().contiguous(), group)
             broadcast(value, group=group, group_src=0, unit="shard")
             tensors[i].data.copy_(value)
 

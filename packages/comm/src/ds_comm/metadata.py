@@ -25,6 +25,7 @@ __all__ = [
     "digest_of",
     "find_differences",
     "metadata_device",
+    "on_group",
     "raise_together",
 ]
 
@@ -161,6 +162,12 @@ def metadata_device(group: Group) -> torch.device:
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
+
+
+def on_group(tensor: Tensor, group: Group) -> Tensor:
+    """Return `tensor` where the group takes it: a copy on the device where it is in host memory and the backend takes none of that (NCCL alone)."""
+    place = metadata_device(group)
+    return tensor.to(place) if tensor.device.type == "cpu" and place != torch.device("cpu") else tensor
 
 
 def _pack(value: Any) -> Tensor:

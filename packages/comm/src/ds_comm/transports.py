@@ -87,7 +87,8 @@ class Transport:
         return _started(REDUCE_SCATTER_SINGLE(*flat, op=op, group=self.pg, async_op=self.asynchronous))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Started:
-        return _started(ALL_GATHER_SINGLE(out, inp, group=self.pg, async_op=self.asynchronous))
+        flat = out.view(-1), inp.view(-1)  # gloo compares shapes, of tensors of a device
+        return _started(ALL_GATHER_SINGLE(*flat, group=self.pg, async_op=self.asynchronous))
 
     def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
         return _started(dist.all_gather(list(parts), inp, group=self.pg, async_op=self.asynchronous))

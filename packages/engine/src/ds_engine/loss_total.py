@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group, all_reduce
+from ds_comm.metadata import on_group
 from ds_config.errors import PlanError
 
 __all__ = ["LossAccumulator", "SumLoss", "Totals", "loss_of"]
@@ -124,7 +125,7 @@ class LossAccumulator:
         """Add up over the group and forget; None when nothing was noted. Collective: one all-reduce of 8 bytes."""
         if self._sum is None or self._count is None:
             return None
-        both = torch.stack([self._sum, self._count])
+        both = on_group(torch.stack([self._sum, self._count]), group)
         all_reduce(both, group=group, unit="loss")
         summed = self._kind is SumLoss
         self._sum = self._count = self._kind = None

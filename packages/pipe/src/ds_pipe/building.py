@@ -10,7 +10,7 @@ import ds_comm
 from ds_comm import Group, ParamSharding, ReductionGroup
 from ds_comm.ddp import mark_unlike
 from ds_comm.fsdp import watch_fsdp
-from ds_comm.metadata import metadata_device
+from ds_comm.metadata import on_group
 from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import GRADIENT_AXES, PipelineGroups
 
@@ -56,8 +56,7 @@ def broadcast_ties(ties: Sequence[Tie]) -> None:
     """Give every copy the values of the first one. Collective over the ties' groups."""
     for one in ties:
         values = one.param.data
-        # A model is built on the host and moved later; a group of devices takes tensors of a device only.
-        sent = values.to(metadata_device(one.group)) if values.device.type == "cpu" else values
+        sent = on_group(values, one.group)  # a model is built on the host and moved later
         ds_comm.broadcast(sent, group=one.group, group_src=0, unit="tied")
         if sent is not values:
             values.copy_(sent)

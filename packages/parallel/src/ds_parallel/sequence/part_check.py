@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ds_comm
 from ds_comm import Group
+from ds_comm.metadata import on_group
 from ds_config.errors import UnsupportedError
 from ds_parallel.sequence.hf_attention import UlyssesAttention
 
@@ -51,7 +52,10 @@ def check_parts(model: nn.Module, inputs: Mapping[str, Any], group: Group, args:
         return None
     for key, tensor in sorted(whole.items()):
         if isinstance(tensor, Tensor):
-            ds_comm.broadcast(tensor, group=group, group_src=0, unit=f"sequence check {key}")
+            sent = on_group(tensor, group)
+            ds_comm.broadcast(sent, group=group, group_src=0, unit=f"sequence check {key}")
+            if sent is not tensor:
+                tensor.copy_(sent)
     cut = slice(group.rank * each, (group.rank + 1) * each)
     part = {key: value[:, cut].contiguous() if isinstance(value, Tensor) else value for key, value in whole.items()}
     with _exchanging(model, attention, False):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ds_comm as comm
+from ds_comm.metadata import on_group
 from ds_config.errors import PlanError
 from ds_config.option_checks import check_options
 from ds_ops.apply_update import update
@@ -376,8 +377,9 @@ class ZenFlowUpdater(Updater):
                     sums = columns_of(grad.view(-1), piece.interval.start, piece.shape[1])
                     totals[piece.name] += sums.to(device, torch.float32)
         if totals:
-            together = torch.cat(list(totals.values()))
+            together = on_group(torch.cat(list(totals.values())), self.sharding.group)
             comm.all_reduce(together, group=self.sharding.group, unit="importance")
+            together = together.to(device)
             totals = dict(zip(totals, together.split([s.numel() for s in totals.values()]), strict=True))
         return totals
 
