@@ -450,6 +450,8 @@ def test_the_chosen_backend_agrees_with_the_reference(name: str, device: str, d:
         pytest.skip("torch finds no CUDA device")
     if device == "cuda" and name == "packed_linear":
         pytest.skip("weights are packed for the layer loop of the CPU")
+    if device == "cuda" and name == "pulls_of":
+        pytest.skip("counts of rows are numbers of the host")
     d = replace(d, n=max(d.n, LEAST_N.get(name, 0)))
     for case in CASES[name]:
         ours, theirs = run(case, d, "", device), run(case, d, "reference")
