@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from ds_comm import self_group
 from ds_config.errors import UnsupportedError
-from ds_inference import SamplingParams, SchedulerConfig, decoder_model, init_inference, load
+from ds_inference import SamplingParams, SchedulerConfig, decoder_model, init_inference, load, quantize
 from ds_inference.cuda_graphs import CudaGraphRunner, DecodeGraphs, capture_sizes, cuda_graph
 from ds_inference.decoder_model import replay_obstacle
 from ds_inference.paged_attention import BatchIndices, make_batch
@@ -256,14 +256,17 @@ def test_a_recording_is_for_shapes_and_its_results_are_copies(device: str) -> No
     assert len(recorded) == 2
 
 
-def test_what_cannot_be_recorded_is_said(tiny: Any) -> None:
+def test_what_cannot_be_recorded_is_said(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="not on a CUDA device") as error:
         load(tiny("llama"), cuda_graphs=True)
     assert error.value.code == "inference-cuda-graph"
-    spec, weights = load(tiny("mixtral")).decoder.spec, {"layers.0.feed.experts.up": torch.zeros(4, 96, 32)}
-    weights["layers.1.feed.experts.up"] = weights["layers.0.feed.experts.up"]
+    spec, shapes = load(tiny("mixtral")).decoder.spec, {"up": (4, 96, 32), "down": (4, 32, 48)}
+    weights = {f"layers.{i}.feed.experts.{part}": torch.zeros(shape) for i in (0, 1) for part, shape in shapes.items()}
     assert "the host is told which experts were chosen" in replay_obstacle(spec, weights, self_group())
+    monkeypatch.setattr(quantize, "why_host_is_told", lambda w: "" if w.dtype == torch.bfloat16 else "fp32")
     assert not replay_obstacle(spec, {role: w.bfloat16() for role, w in weights.items()}, self_group())
+    part = {role: w.bfloat16() if role.endswith("up") else w for role, w in weights.items()}
+    assert replay_obstacle(spec, part, self_group()).endswith("(fp32)")
     codes = {role: quantize_weight(w) for role, w in weights.items()}
     assert replay_obstacle(spec, codes, self_group()).endswith("(experts of int8)")
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_config.errors import KernelError
-from ds_ops import grouped
+from ds_ops import grouped, registry
 from ds_ops.grouped import grouped_matmul, grouped_outer
 
 few = settings(max_examples=40, deadline=None)
@@ -177,3 +178,26 @@ def test_why_torch_does_not_run_it() -> None:
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
     ):
         assert not grouped._no_grouped_mm("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "reason"),
+    [
+        ((9, 0), torch.bfloat16, (32, 64), ""),
+        ((10, 3), torch.bfloat16, (32, 64), ""),
+        ((8, 0), torch.bfloat16, (32, 64), "compute capability 9 and 10"),
+        ((8, 9), torch.bfloat16, (32, 64), "compute capability 9 and 10"),
+        ((12, 0), torch.bfloat16, (32, 64), "compute capability 9 and 10"),
+        ((9, 0), torch.float32, (32, 64), "torch.float32"),
+        ((9, 0), torch.bfloat16, (36, 64), "16 bytes"),
+    ],
+)
+def test_which_devices_need_the_host_for_groups(
+    capability: tuple[int, int], dtype: torch.dtype, sizes: tuple[int, int], reason: str
+) -> None:
+    """torch's product of groups reads their ends on the host but for two generations of devices: no CUDA graph holds it elsewhere."""
+    registry._choose.cache_clear()
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability), FakeTensorMode():
+        told = grouped.why_host_is_told(torch.empty(4, *sizes, dtype=dtype, device="cuda"))
+    registry._choose.cache_clear()
+    assert reason in told if reason else told == ""

@@ -54,6 +54,8 @@ CASES = {
     "rounded on a CPU": (facts(FP8_E4M3, 128, DeviceTraits("cpu"), rounded=True), ROWS, {1: "numbers"}),
     "experts": (facts(FP4_E2M1, 32, HOPPER, experts=8), WIRE, {1: "triton", 99999: "triton"}),
     "experts without a compiler": (facts(FP4_E2M1, 32, NO_TRITON, experts=8), WIRE, {1: "grouped_mm"}),
+    "experts without a compiler on an A100": (facts(FP4_E2M1, 32, replace(NO_TRITON, capability=(8, 0)), experts=8), WIRE, {1: "numbers"}),
+    "experts without a compiler on a 5090": (facts(FP4_E2M1, 32, replace(NO_TRITON, capability=(12, 0)), experts=8), WIRE, {1: "numbers"}),
     "many experts without a compiler": (facts(FP4_E2M1, 32, NO_TRITON, experts=256), WIRE, {1: "numbers"}),
     "experts in fp32": (facts(INT8, 32, NO_TRITON, experts=8, dtype=torch.float32), WIRE, {1: "numbers"}),
     "experts, rounded": (facts(FP8_E4M3, 2048, HOPPER, experts=8, rounded=True), ROWS, {64: "scaled_grouped_mm"}),

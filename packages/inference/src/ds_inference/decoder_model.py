@@ -58,9 +58,9 @@ def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_
         return reason
     for i, layer in enumerate(spec.layers):
         if isinstance(layer.feed, ExpertsSpec):
-            reason = experts_ask_host(weights[f"layers.{i}.feed.experts.up"], embedded.dtype)
-            if reason:
-                return f"the host is told which experts were chosen ({reason})"
+            for part in ("up", "down"):
+                if reason := experts_ask_host(weights[f"layers.{i}.feed.experts.{part}"], embedded.dtype):
+                    return f"the host is told which experts were chosen ({reason})"
     return ""
 
 

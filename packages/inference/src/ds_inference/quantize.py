@@ -24,7 +24,7 @@ from ds_inference.packed_codes import (
     product_of_packed,
 )
 from ds_ops.formats import FP6_E3M2, FP8_E4M3, INT4, INT8, QuantSpec, QuantTensor
-from ds_ops.grouped import grouped_matmul
+from ds_ops.grouped import grouped_matmul, why_host_is_told
 from ds_ops.product_choice import (
     CodeLayout,
     DeviceTraits,
@@ -278,9 +278,8 @@ _GROUPED_PRODUCT = Op(
 
 def experts_ask_host(weights: Weight, dtype: torch.dtype) -> str:
     """Return why the host is told how many rows each expert has, before `grouped_linear` of [E, N, K]; empty where it is not."""
-    if isinstance(weights, Tensor):  # torch's product of groups takes bf16 in rows of 16 bytes
-        free = weights.dtype == torch.bfloat16 and not any(n % 8 for n in weights.shape[1:])
-        return "" if free else f"experts of {weights.dtype}, {list(weights.shape[1:])}"
+    if isinstance(weights, Tensor):
+        return why_host_is_told(weights)
     return f"experts of {weights.spec.format.name}" if chosen_product(weights, dtype, 1).entry.asks_host else ""
 
 

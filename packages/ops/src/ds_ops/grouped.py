@@ -16,9 +16,10 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
+from ds_ops.product_choice import GROUPED_MM_MAJORS
 from ds_ops.registry import Backend, Op, Unavailable, absent_backend, choose, reference_backend, register
 
-__all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
+__all__ = ["group_bounds", "grouped_matmul", "grouped_outer", "why_host_is_told"]
 
 
 def grouped_matmul(
@@ -48,8 +49,8 @@ def grouped_matmul(
             `out` is given where a gradient is needed.
     Cost: one product per group that has rows, each written into its part of one result; a group without rows costs
         nothing. The gradient of x is another such product, that of weights one `grouped_outer`; the second use of a
-        transposed weight moves no memory. On CUDA one launch where torch has it (bf16); else `ends` is read on the
-        host.
+        transposed weight moves no memory. On CUDA one launch where torch has it (bf16, compute capability 9 and 10);
+        else `ends` is read on the host (`why_host_is_told`).
     """
     job = _GroupedProduct(transpose, accumulate)
     _require(x, weights, ends, bias, job)
@@ -96,6 +97,17 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, *, out: Tensor | None = No
     else:
         result = _outer(x, y, ends)
     return result
+
+
+def why_host_is_told(weights: Tensor) -> str:
+    """Return why `grouped_matmul` with [E, N, K] reads `ends` on the host, so that no CUDA graph holds it; empty where it does not."""
+    chosen = choose(_MATMUL, weights.device.type, weights.dtype)
+    if chosen.backend.name != "torch":
+        return dict(chosen.rejected).get("torch", "")
+    if torch.version.hip:
+        return "torch for ROCm has a kernel for some devices only"
+    odd = any(n % (16 // weights.element_size()) for n in weights.shape[1:])
+    return f"torch's kernel moves 16 bytes at a time, and experts are {list(weights.shape[1:])}" if odd else ""
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -360,8 +372,9 @@ def _no_grouped_mm(device_type: str, dtype: torch.dtype) -> str:
         return Unavailable("torch has a kernel for CUDA only", elsewhere=True)
     if dtype is not torch.bfloat16:
         return Unavailable(f"torch's kernel does not take {dtype}", fix="convert to torch.bfloat16")
-    if torch.cuda.get_device_capability() < (8, 0):
-        return Unavailable("torch's kernel wants compute capability 8.0")
+    # Elsewhere torch has none either: it reads the groups on the host, and makes a product of each, as the reference does.
+    if torch.version.hip is None and torch.cuda.get_device_capability()[0] not in GROUPED_MM_MAJORS:
+        return Unavailable("torch has a kernel for compute capability 9 and 10")
     return ""
 
 

@@ -26,6 +26,7 @@ from ds_ops.registry import Unavailable
 
 __all__ = [
     "EXPERT_PRODUCTS",
+    "GROUPED_MM_MAJORS",
     "PRODUCTS",
     "CodeLayout",
     "DeviceTraits",
@@ -45,6 +46,8 @@ _MANY = 1024
 """Rows from which writing numbers once, and multiplying with these, takes no longer than codes that are decoded again for each 128 rows."""
 _FEW = 16
 """Rows of a block of torch's int8 kernel, which has one thread for an output."""
+GROUPED_MM_MAJORS: Final = (9, 10)
+"""Of compute capabilities: for these torch multiplies all groups in one launch; for others it reads on the host where they end."""
 _MOST_NUMBERS: Final = 1 << 30
 """Bytes of numbers of all experts of a layer that are made at once."""
 
@@ -288,7 +291,10 @@ def _groups_of_numbers(facts: ProductFacts) -> str:
     size = 2 * facts.experts * facts.outputs * facts.inputs
     if size > _MOST_NUMBERS:
         return f"would make {size / 2**30:.1f} GiB of numbers at once"
-    return _shape(facts, 8, 8) or _not_shipped(facts, "_grouped_mm", (8, 0))
+    if reason := _shape(facts, 8, 8) or _not_shipped(facts, "_grouped_mm", (9, 0)):
+        return reason
+    major = facts.device.capability[0]
+    return "" if major in GROUPED_MM_MAJORS else Unavailable(f"torch asks the host on compute capability {major}")
 
 
 def _nothing(_facts: ProductFacts) -> str:
