@@ -209,6 +209,25 @@ def test_kernels_are_compiled_beside_the_start(tmp_path: Path) -> None:
     assert homeless.origins[0].unkept
 
 
+def test_a_rank_takes_no_memory_of_another_ranks_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether kernels run is tried on the rank's own device: a module that is loaded on the first one makes a context there, of every rank."""
+    loaded: list[int] = []
+
+    class Driver:
+        def load(self, device: int, image: bytes, entry: str) -> tuple[int, str]:
+            loaded.append(device)
+            return 1, ""
+
+    devices = (cuda_launch.Device("card", (9, 0), 132),) * 3 + (cuda_launch.Device("other", (8, 0), 108),)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for current in (2, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)  # noqa: B023  # called at once
+        here = cuda_launch.CudaRuntime(Driver(), devices, _Slow(), KernelImages(tmp_path, "slow"))  # type: ignore[arg-type]
+        with cuda_launch.use_runtime(here):
+            assert cuda_launch.obstacle() == ""
+    assert loaded == [2, 0]
+
+
 def test_damaged_images_and_a_home_that_cannot_be_written(
     recording: tuple[_Recorded, ctypes.CDLL], tmp_path: Path
 ) -> None:

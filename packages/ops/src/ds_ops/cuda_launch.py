@@ -218,16 +218,15 @@ def use_runtime(replacement: CudaRuntime) -> Iterator[CudaRuntime]:
 def obstacle() -> str:
     """Return why no CUDA kernel can run in this process; an empty string if they can.
 
-    A small kernel is compiled and loaded for every kind of device there is: a device that is too old for the compiler, or for whose
-    images the driver is too old, is found out here and not in the middle of a step.
+    A small kernel is compiled, and loaded on the current device: a device that is too old for the compiler, or for whose images the driver
+    is too old, is found out here and not in the middle of a step. Other devices are looked at only: a context takes some hundred MiB, and
+    ranks that load on a device which is not theirs would all take them from the first one.
     """
     try:
         here = runtime()
-        seen: set[tuple[int, int]] = set()
-        for index, device in enumerate(here.devices):
-            if device.capability not in seen:
-                here.function(_PROBE, index)
-                seen.add(device.capability)
+        for device in here.devices:
+            here.compiler.target(device.capability)
+        here.function(_PROBE, torch.cuda.current_device() if torch.cuda.is_available() else 0)
     except KernelError as error:
         return error.message
     return ""
