@@ -39,7 +39,9 @@ from ds_ops.triton_kernels import (
 
 __all__ = ["ARCHITECTURES", "CALLS", "KernelResources", "compile_call", "main"]
 
-ARCHITECTURES: Final = (80, 90, 100)
+ARCHITECTURES: Final = (80, 89, 90, 100)
+SHARED_MEMORY: Final = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes that a block of threads may have: 99 KiB are those of compute capability 8.6, 8.9 and 12.0."""
 _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
     torch.int32: "i32", torch.int64: "i64",
@@ -57,31 +59,28 @@ class KernelResources:
 
 
 @contextmanager
-def _recording() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Collect launches inside the context instead of making them."""
+def _recording(architecture: int) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Collect launches inside the context instead of making them; kernels are chosen as for a device of `architecture`."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         del grid
         launches.append((kernel, arguments, constants))
 
-    before = [(module, module.launch, getattr(module, "multiprocessors", None)) for module in _MODULES]
-    for module in _MODULES:
-        module.launch = note  # type: ignore[attr-defined]
-        if hasattr(module, "multiprocessors"):
-            setattr(module, "multiprocessors", lambda _: 132)  # noqa: B010  # most modules have none
+    device = {"launch": note, "multiprocessors": lambda _: 132, "shared_memory": lambda _: SHARED_MEMORY[architecture]}
+    before = [(module, name, getattr(module, name)) for module in _MODULES for name in device if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, device[name])
     try:
         yield launches
     finally:
-        for module, launch, room in before:
-            module.launch = launch  # type: ignore[attr-defined]
-            if room is not None:
-                setattr(module, "multiprocessors", room)  # noqa: B010
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def compile_call(call: Callable[[], object], architecture: int) -> dict[str, KernelResources]:
     """Compile every kernel that `call` launches; the call runs on tensors of the meta device."""
-    with _recording() as launches:
+    with _recording(architecture) as launches:
         call()
     return {
         kernel.__name__: _compile(kernel, arguments, constants, architecture)
@@ -95,15 +94,18 @@ def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], a
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, (name, value) in enumerate(zip(names, arguments, strict=False)):
+        parameter = kernel.params[place]
+        by_value, aligned = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
         if isinstance(value, Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int) and value == 1:  # as at run time: ones are constants
+        elif isinstance(value, int) and value == 1 and by_value:  # as at run time: ones are constants
             constants[name], signature[name] = 1, "constexpr"
+            continue
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, int) and value % 16 == 0:
-                attributes[(place,)] = [["tt.divisibility", 16]]
+            aligned = aligned and isinstance(value, int) and value % 16 == 0
+        if by_value and aligned:
+            attributes[(place,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(names[len(arguments) :], "constexpr")
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
@@ -138,6 +140,7 @@ def _attention(
     heads: tuple[int, int],
     sizes: tuple[int, int],
     codes: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     **traits: Any,
 ) -> Callable[[], object]:
     """Describe a call of the attention: (sequences, tokens of each), heads, and features of keys and values."""
@@ -145,7 +148,7 @@ def _attention(
 
     def call() -> object:
         count = sequences * longest
-        keys, values = (_meta(512, 16, heads[1], w, dtype=codes or torch.bfloat16) for w in sizes)
+        keys, values = (_meta(512, 16, heads[1], w, dtype=codes or dtype) for w in sizes)
         if width != value_width:  # latent attention reads values in its keys
             values = keys[..., :value_width]
         scales = [_meta(512, 16, heads[1], dtype=torch.float32) for _ in range(2)] if codes else []
@@ -158,7 +161,7 @@ def _attention(
             for name, v in traits.items()
         }
         return triton_attention.paged_attention(
-            _meta(count, heads[0], width),
+            _meta(count, heads[0], width, dtype=dtype),
             (keys, values, *scales),
             metadata,
             kernel_arguments.AttentionTraits(0.1, **made),
@@ -189,10 +192,12 @@ def _rotary(codes: torch.dtype | None, normed: bool) -> Callable[[], object]:
     return call
 
 
-def _product(kind: Format, group: int, symmetric: bool, rows: int = 8) -> Callable[[], object]:
+def _product(
+    kind: Format, group: int, symmetric: bool, rows: int = 8, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], object]:
     def call() -> object:
         weight = QuantTensor.empty(QuantSpec(kind, group, symmetric), 4096, 4096, like=_meta(1))
-        return triton_products.coded_product(_meta(rows, 4096), weight)
+        return triton_products.coded_product(_meta(rows, 4096, dtype=dtype), weight)
 
     return call
 
@@ -231,6 +236,9 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
     "prompts, int8 keys": _attention((4, 512), (32, 8), (128, 128), torch.int8),
     "prompts, heads of 256": _attention((4, 512), (16, 8), (256, 256), window=4096, softcap=50.0),
     "prompts, latent": _attention((4, 512), (128, 1), (576, 512)),
+    "decode, latent, fp32": _attention((8, 1), (128, 1), (576, 512), dtype=torch.float32),
+    "prompts, heads of 128, fp32": _attention((4, 512), (32, 8), (128, 128), dtype=torch.float32),
+    "prompts, heads of 256, fp32": _attention((4, 512), (16, 8), (256, 256), dtype=torch.float32),
     "norm of 4096": _norms(4096, post=False),
     "norms of 8192": _norms(8192, post=True),
     "rotary": _rotary(None, normed=False),
@@ -243,6 +251,7 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
     "product of int8, 512 rows": _product(INT8, 128, symmetric=True, rows=512),
     "product of int4 with zeros, 512 rows": _product(INT4, 128, symmetric=False, rows=512),
     "product of fp8, 512 rows": _product(FP8_E4M3, 128, symmetric=True, rows=512),
+    "product of int8 with zeros, 512 rows, fp32": _product(INT8, 128, False, 512, torch.float32),
     "experts of MXFP4": _experts(FP4_E2M1, 32, 64),
     "experts of MXFP4, 8192 rows": _experts(FP4_E2M1, 32, 8192),
     "experts of fp8": _experts(FP8_E4M3, 128, 64),
@@ -252,7 +261,7 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the resources of every call with the file's, or write the file; return 1 where a kernel spills or takes more."""
+    """Compare the resources of every call with the file's, or write the file; return 1 where a kernel spills, takes more, or more than there is."""
     parser = argparse.ArgumentParser(prog="ds_ops.triton_kernels.ahead_of_time", description=__doc__)
     parser.add_argument("file", type=Path, help="JSON of what each kernel takes")
     parser.add_argument("--update", action="store_true", help="write the file")
@@ -273,7 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = [
         f"{name}: {resources}, recorded {recorded.get(name)}"
         for name, resources in compiled.items()
-        if resources["spills"] or name not in recorded or any(resources[k] > recorded[name][k] for k in resources)
+        if resources["spills"]
+        or resources["shared"] > SHARED_MEMORY[int(name[3:].partition(",")[0])]
+        or name not in recorded
+        or any(resources[k] > recorded[name][k] for k in resources)
     ]
     sys.stdout.write("".join(f"{line}\n" for line in wrong) + f"{len(compiled)} kernels compiled\n")
     return 1 if wrong else 0

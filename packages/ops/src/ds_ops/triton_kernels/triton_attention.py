@@ -59,9 +59,12 @@ def plan_attention(
         room: Programs that the device runs side by side.
     """
     (tokens, sequences, longest), group = rows, heads[0] // heads[1]
-    wide, middle = max(sizes[:2]) > 256, max(sizes[:2]) > 128 or sizes[2] == 4
+    features, fp32 = max(sizes[:2]), sizes[2] == 4
+    wide, middle = features > 256, features > 128 or fp32
     heavy = middle or sizes[3] < sizes[2]  # registers: a thread's part of the sums, and of what codes become
-    most = 16 if wide else 64 if heavy else 128
+    # fp32 is multiplied by no tensor core: its operands are in registers, and those of more rows would not fit. Rows of q and tiles of
+    # keys fit into 99 KiB of shared memory, which a block has on cards for workstations.
+    most = 16 if wide else 32 if fp32 else 64 if heavy else 128
     block = max(16, min(most, next_power(min(group, most) * longest)))
     per_program = min(group, block)
     query_tokens = block // per_program
@@ -72,10 +75,10 @@ def plan_attention(
         block,
         per_program,
         query_tokens,
-        32 if wide or middle else 64,
+        16 if fp32 and features > 64 else 32 if wide or middle else 64,
         splits,
-        8 if wide or block > 64 or (block == 64 and heavy) else 4,
-        2,
+        8 if wide or block > 64 or (block == 64 and heavy) or (block == 32 and fp32) else 4,
+        1 if wide and fp32 else 2,
     )
 
 
@@ -155,7 +158,10 @@ def _parts(width: int) -> tuple[int, int]:
     return (first, 0) if half + rest >= first else (half, rest)
 
 
-@triton.jit
+@triton.jit(  # what changes from step to step: another kernel for each of its kinds would be compiled in the midst of serving
+    do_not_specialize=["sequences", "table_stride"],
+    do_not_specialize_on_alignment=["cu_ptr", "lengths_ptr", "table_ptr"],
+)
 def _attend(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     out_ptr, partial_ptr, sums_ptr,
@@ -316,7 +322,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
             tl.store(out_ptr + row[:, None] * VALUE_WIDTH + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["cu_ptr"])
 def _combine(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     partial_ptr, sums_ptr, out_ptr, cu_ptr, sinks_ptr, sequences,
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,

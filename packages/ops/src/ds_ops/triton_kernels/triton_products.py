@@ -13,24 +13,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, QuantTensor
-from ds_ops.triton_kernels.triton_support import launch, next_power
+from ds_ops.triton_kernels.triton_support import launch, next_power, shared_memory
 
-__all__ = ["coded_grouped_product", "coded_product"]
+__all__ = ["coded_grouped_product", "coded_product", "plan_stages"]
 
 _BLOCK_K = 64
 _KINDS = {INT8: 1, INT4: 2, FP8_E4M3: 3, FP4_E2M1: 4}
 
 
-def _tile(rows: int) -> tuple[int, int, int]:
-    """Return rows and outputs of a program, and its warps."""
-    if rows > 64:
-        return 128, 64, 8
-    return (64, 32, 8) if rows > 32 else (32, 32, 8) if rows > 16 else (16, 32, 4)
+def _tile(rows: int, size: int) -> tuple[int, int, int]:
+    """Return rows and outputs of a program, and its warps; `size` bytes of a number: fp32 has no tensor core, and takes more registers."""
+    if rows > 32 and size < 4:
+        return (128, 64, 8) if rows > 64 else (64, 32, 8)
+    return (32, 32, 8) if rows > 16 else (16, 32, 4)
 
 
-def _stages() -> int:
-    """Return how many steps of the loop are under way: on ROCm two, three do not fit into the memory of a compute unit."""
-    return 2 if torch.version.hip else 3
+def plan_stages(tile: tuple[int, int], size: int, zeros: bool, room: int) -> int:
+    """Return how many steps of the loop are under way: three, or two where three do not fit into the memory of a block.
+
+    Args:
+        tile: Rows and outputs of a program.
+        size: Bytes of a number of x.
+        zeros: Codes have zero points beside their scales.
+        room: Bytes of shared memory that a block may have.
+    """
+    if torch.version.hip:  # a compute unit has 64 KiB
+        return 2
+    # Of a step that is not begun yet: x, codes, and a parameter beside each code; of the present one what codes became.
+    step = _BLOCK_K * (tile[0] * size + tile[1] * (1 + (8 if zeros else 4)))
+    return 3 if 2 * step + _BLOCK_K * tile[1] * size <= room else 2
 
 
 def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
@@ -45,7 +56,7 @@ def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
     rows, cols = flat.shape
     out = torch.empty(rows, weight.rows, dtype=x.dtype, device=x.device)
     spec, layout = weight.spec, weight.layout
-    block_m, block_n, warps = _tile(rows)
+    block_m, block_n, warps = _tile(rows, x.element_size())
     if rows:
         launch(
             _coded,
@@ -53,7 +64,8 @@ def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
             flat, weight.wire, weight.wire.view(torch.float32), out,
             rows, weight.rows, cols, layout.row_bytes, layout.params_at // 4, spec.group,
             KIND=_KINDS[spec.format], ZEROS=not spec.symmetric, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=_stages(),
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
+            num_stages=plan_stages((block_m, block_n), x.element_size(), not spec.symmetric, shared_memory(x.device)),
         )  # fmt: skip
     return out.view(*x.shape[:-1], weight.rows)
 
@@ -70,7 +82,7 @@ def coded_grouped_product(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tens
     (rows, cols), (experts, outputs, _) = x.shape, weights.shape
     out = torch.zeros(rows, outputs, dtype=x.dtype, device=x.device)
     spec, layout = weights.spec, weights.layout
-    block_m, block_n, warps = _tile(-(-rows // experts))
+    block_m, block_n, warps = _tile(-(-rows // experts), x.element_size())
     if rows:
         launch(
             _coded_groups,
@@ -79,7 +91,8 @@ def coded_grouped_product(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tens
             experts, outputs, cols, layout.row_bytes, layout.params_at // 4, spec.group,
             KIND=_KINDS[spec.format], ZEROS=not spec.symmetric, EXPERTS=next_power(experts),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=_stages(),
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
+            num_stages=plan_stages((block_m, block_n), x.element_size(), not spec.symmetric, shared_memory(x.device)),
         )  # fmt: skip
     return out
 
@@ -127,7 +140,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it changes from step to step
 def _coded(  # type: ignore[no-untyped-def]
     x_ptr, wire_ptr, params_ptr, out_ptr, rows, outputs, cols, row_bytes, params_at, group,
     KIND: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -53,7 +53,7 @@ def rotary_write(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # it changes from step to step
 def _rotary_write(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     q_norm_ptr, k_norm_ptr, eps, offset,

@@ -66,7 +66,7 @@ def draw_tokens(logits: Tensor, params: Tensor) -> Tensor:
     return tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it changes from step to step
 def _adjust(logits_ptr, entries_ptr, floats_ptr, count, vocab, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     """Change the logits of BLOCK entries."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +163,7 @@ def _gumbel(bits):  # type: ignore[no-untyped-def]
     return -tl.log(tl.where(u < 0.01, series, -tl.log(1.0 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "splits"])
 def _draw(  # type: ignore[no-untyped-def]
     logits_ptr, params_ptr, floats_ptr, bounds_ptr, best_ptr, at_ptr, vocab, chunk, splits, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def _draw(  # type: ignore[no-untyped-def]
     tl.store(at_ptr + row * splits + split, tl.min(tl.where(best == most, token, vocab - 1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _pick(best_ptr, at_ptr, tokens_ptr, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Take the best token of the parts of one row, the lowest of equals."""
     row, i = tl.program_id(0), tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ import torch
 
 from ds_ops.registry import Unavailable
 
-__all__ = ["launch", "multiprocessors", "next_power", "triton_obstacle"]
+__all__ = ["launch", "multiprocessors", "next_power", "shared_memory", "triton_obstacle"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
@@ -78,3 +78,12 @@ def multiprocessors(device: torch.device) -> int:
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block of threads may have; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 << 10))  # ROCm's have no such field
