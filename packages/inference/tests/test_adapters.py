@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,31 @@ def test_an_adapter_that_does_not_fit_is_refused_when_it_is_read(change: Any, ti
     config.write_text(json.dumps(json.loads(config.read_text()) | others if isinstance(change, dict) else change))
     with pytest.raises(CheckpointError, match="one"):
         load(model, adapters={"x": tmp_path / "one"})
+
+
+def test_no_list_goes_to_the_device_by_a_copy_that_waits(
+    tiny: Any, prompts_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.tensor(list, device=...)` blocks the host until the device is done with all before; a step waits for its tokens only."""
+    model, prompts, plain, waiting = tiny("llama"), prompts_of([12, 9, 5]), torch.tensor, list[object]()
+    adapt(model, tmp_path / "one", TARGETS["llama"], 1)
+    how = SamplingParams(6, temperature=0.8, seed=1, n=3, top_k=5, logprobs=2, repetition_penalty=1.2)
+
+    def made(*values: Any, **options: Any) -> torch.Tensor:
+        caller = sys._getframe(1).f_code.co_filename
+        if isinstance(options.get("device"), torch.device) and "ds_inference" in caller:
+            waiting.append((caller, values))
+        return plain(*values, **options)
+
+    from transformers import MambaConfig, MambaForCausalLM
+
+    states = MambaForCausalLM(
+        MambaConfig(vocab_size=97, hidden_size=32, state_size=8, num_hidden_layers=2, eos_token_id=None)
+    ).eval()
+    for source, adapters in ((model, {"one": tmp_path / "one"}), (states, None)):
+        engine = load(source, adapters=adapters, native=False if adapters else None, block_size=4)
+        monkeypatch.setattr(torch, "tensor", made)
+        engine.generate(prompts, how, adapters=["one", None, "one"] if adapters else None)
+        engine.generate(prompts, SamplingParams(4))
+        monkeypatch.setattr(torch, "tensor", plain)
+    assert waiting == []

@@ -202,7 +202,8 @@ def sample_rows(logits: Tensor | LikeliestTokens, rows: Sequence[SamplingRow]) -
     if same:
         picked = logits
     else:
-        picked = logits.index_select(0, torch.tensor(numbers, device=device) if tables is None else tables.numbers)
+        at = streams.copy_to(torch.tensor(numbers, device="cpu"), device) if tables is None else tables.numbers
+        picked = logits.index_select(0, at)
     if tables is None:
         tokens = picked.argmax(-1)
     else:
@@ -322,7 +323,7 @@ def _sample_torch(work: Tensor, tables: SamplingTables) -> Tensor:
     if not tables.drawn:
         return work.argmax(-1)
     whole = len(tables.drawn) == len(work)
-    at = torch.tensor(tables.drawn, device=work.device)
+    at = streams.copy_to(torch.tensor(tables.drawn, device="cpu"), work.device)
     params, x = (tables.params, work) if whole else (tables.params[at], work[at])
     floats = params.view(torch.float32)
     # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.

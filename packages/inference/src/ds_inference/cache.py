@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ds_accel import streams
 from ds_config.errors import UnsupportedError
 from ds_inference.spec import DecoderLayerSpec, DecoderSpec
 from ds_ops.host_arena import zeros_huge
@@ -34,8 +35,10 @@ class States:
 
     def read(self, sequences: Sequence[int]) -> list[Tensor]:
         """Copies of the sequences' states, [G, ...] each, in the order in which they were written."""
-        at = [self._rows[s] for s in sequences]
-        return [t[torch.tensor(at, device=t.device)] for t in self._tensors]
+        if not self._tensors:
+            return []
+        at = _indices([self._rows[s] for s in sequences], self._tensors[0].device)
+        return [t[at] for t in self._tensors]
 
     def write(self, sequences: Sequence[int], states: Sequence[Tensor]) -> None:
         """Keep `states`, [G, ...] each, as those of the sequences. Costs a copy; memory doubles where rows run out."""
@@ -45,9 +48,9 @@ class States:
         while len(self._blank) < len(new):
             self._grow(states)
         self._rows.update((s, self._blank.pop()) for s in new)
-        at = [self._rows[s] for s in sequences]
+        at = _indices([self._rows[s] for s in sequences], self._tensors[0].device)
         for tensor, state in zip(self._tensors, states, strict=True):
-            tensor[torch.tensor(at, device=tensor.device)] = state
+            tensor[at] = state
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Free the rows of sequences that ended or will be recomputed."""
@@ -107,11 +110,15 @@ class Cache:
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy the content of KV cache blocks, for each pair (from, to)."""
         if pairs and self.layers:
-            source = torch.tensor([a for a, _ in pairs], device=self.layers[0][0].device)
-            target = torch.tensor([b for _, b in pairs], device=self.layers[0][0].device)
+            source, target = _indices(pairs, self.layers[0][0].device).unbind(1)
             for tensors in self.layers:
                 for tensor in tensors:
                     tensor[target] = tensor[source]
+
+
+def _indices(numbers: Sequence[int] | Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Copy numbers of the host to the device, int64, without waiting for what that has to do before."""
+    return streams.copy_to(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def _kept(layer: DecoderLayerSpec) -> tuple[tuple[int, int], ...]:

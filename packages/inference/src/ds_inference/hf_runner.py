@@ -67,6 +67,7 @@ class HFModelRunner:
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         out = torch.empty(len(batch.outputs), self.spec.vocab, device=self.device)
+        row = {token: i for i, token in enumerate(batch.outputs.tolist())}
         groups: dict[tuple[int, bool, int], list[_Piece]] = defaultdict(list)
         for first, count, start, blocks in batch.chunks:
             follows, place = self.stateful and start > 0, first if self._memory.alone else 0
@@ -74,28 +75,41 @@ class HFModelRunner:
         for (count, follows, _), pieces in groups.items():
             size = 1 if follows and not self._memory.continues else count
             for i in range(0, count, size):
-                self._compute(
-                    batch, [(first + i, start + i, blocks) for first, start, blocks in pieces], size, cache, out
-                )
+                moved = [(first + i, start + i, blocks) for first, start, blocks in pieces]
+                wanted = [
+                    (g, j, row[token])
+                    for g, (first, _, _) in enumerate(moved)
+                    for j, token in enumerate(range(first, first + size))
+                    if token in row
+                ]
+                logits = self._compute(batch, moved, size, cache, wanted)
+                for g, j, target in wanted:
+                    out[target] = logits[g, j - size].float()
         return out
 
-    def _compute(self, batch: BatchIndices, pieces: Sequence[_Piece], count: int, cache: Cache, out: Tensor) -> None:
-        """Run a forward over `count` tokens of each piece, and write the logits into `out`.
+    def _compute(
+        self,
+        batch: BatchIndices,
+        pieces: Sequence[_Piece],
+        count: int,
+        cache: Cache,
+        wanted: Sequence[tuple[int, int, int]],
+    ) -> Tensor:
+        """Run a forward over `count` tokens of each piece, and return the logits [pieces, n, vocab] of their last tokens.
 
         With states, either all pieces begin or none does.
+
+        Args:
+            wanted: Of which pieces, and which of their tokens, logits are read.
         """
-        row = {token: i for i, token in enumerate(batch.outputs.tolist())}
-        at = torch.tensor([[first + i for i in range(count)] for first, _, _ in pieces], device=self.device)
-        wanted = [
-            (g, i, row[first + i]) for g, (first, _, _) in enumerate(pieces) for i in range(count) if first + i in row
-        ]
+        tokens = [[first + i for i in range(count)] for first, _, _ in pieces]
+        at = streams.copy_to(torch.tensor(tokens, device="cpu"), self.device)
         most = count - min((i for _, i, _ in wanted), default=count - 1)
         past, mask = self._past([(start, blocks) for _, start, blocks in pieces], count, cache)
         logits, states = self._run(batch.tokens[at].long(), batch.positions[at].long(), past, mask, most)
         self._keep(past, batch.slots[at].flatten(), count, cache)
         cache.states.write([blocks[0] for _, _, blocks in pieces], states)
-        for g, i, target in wanted:
-            out[target] = logits[g, i - count].float()
+        return logits
 
     # ---- how
 
@@ -171,7 +185,7 @@ class HFModelRunner:
             rows[g, longest - start :] = (
                 torch.tensor(blocks, dtype=torch.int64, device="cpu")[at // size] * size + at % size
             )
-        rows = rows.to(self.device)
+        rows = streams.copy_to(rows, self.device)
         if longest:
             for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):
                 k, v = (t.flatten(0, 1)[rows] for t in (keys, values))
@@ -179,7 +193,7 @@ class HFModelRunner:
                     k, v = (t * s.flatten(0, 1)[rows][..., None] for t, s in zip((k, v), scales, strict=True))
                 past.update(k.to(self.dtype).transpose(1, 2), v.to(self.dtype).transpose(1, 2), i)
         even = not cache.layers or all(start == longest for start, _ in sequences)
-        return past, None if self.stateful and even else mask.to(self.device)
+        return past, None if self.stateful and even else streams.copy_to(mask, self.device)
 
     def _keep(self, past: Any, slots: Tensor, count: int, cache: Cache) -> None:
         for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):

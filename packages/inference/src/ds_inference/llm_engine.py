@@ -387,7 +387,8 @@ class LLMEngine:
             if name := self.scheduler.requests[chunk.request].salt.decode():
                 rows.setdefault(name, []).extend(range(first, first + len(chunk.tokens)))
             first += len(chunk.tokens)
-        return tuple((name, torch.tensor(indices, device=self.decoder.device)) for name, indices in rows.items())
+        device = self.decoder.device
+        return tuple((n, streams.copy_to(torch.tensor(at, device="cpu"), device)) for n, at in rows.items())
 
     @property
     def idle(self) -> bool:
