@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "host_memory",
     "is_capturing",
     "is_device_memory",
+    "lock_pages",
     "new_event",
     "new_stream",
     "on_device",
@@ -41,6 +42,7 @@ __all__ = [
     "relax_capture",
     "stream_handle",
     "synchronize_stream",
+    "unlock_pages",
     "use_backend",
     "wait_stream",
 ]
@@ -132,6 +134,23 @@ class StreamsBackend:
         """Allocate page-locked memory of the host."""
         return (torch.zeros if zero else torch.empty)(size, dtype=dtype, pin_memory=True, device="cpu")
 
+    def lock_pages(self, module: Any, address: int, nbytes: int) -> bool:
+        """Page-lock memory where it lies; False where the device cannot."""
+        runtime = getattr(module, "cudart", None)
+        if runtime is None or not module.is_initialized():
+            return False
+        if int(runtime().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
+            return True
+        with suppress(RuntimeError):  # the runtime would tell the next kernel of the refusal
+            torch.empty(1, device=torch.device("cuda", module.current_device())).add_(1)
+        return False
+
+    def unlock_pages(self, module: Any, address: int) -> None:
+        """End `lock_pages`, after the copies that the device has queued."""
+        with suppress(RuntimeError):  # of an error of the device: it copies nothing any more
+            module.synchronize()
+        module.cudart().cudaHostUnregister(address)
+
     def pin(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the host to page-locked memory."""
         return tensor.pin_memory()
@@ -141,6 +160,7 @@ class StreamsBackend:
         return memory
 
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _backend = [StreamsBackend()]
 
 
@@ -318,6 +338,21 @@ def page_locked(size: Sequence[int], dtype: torch.dtype, *, zero: bool = False) 
         RuntimeError: the system has none to lock, or there is no device.
     """
     return backend().page_locked(size, dtype, zero)
+
+
+def lock_pages(address: int, nbytes: int, device: torch.device) -> bool:
+    """Page-lock `nbytes` of the host at `address`, the start of a page, where they lie; whether they are locked. See `ds_accel.locked_pages`.
+
+    Waits for nothing. Copies between them and `device` are queued from then on. Cost: as `page_locked`.
+    """
+    with on_device(device):
+        return backend().lock_pages(_module(device), address, nbytes)
+
+
+def unlock_pages(address: int, device: torch.device) -> None:
+    """End `lock_pages`. Waits for all that was given to `device`, which may copy to or from there."""
+    with on_device(device):
+        backend().unlock_pages(_module(device), address)
 
 
 def host_memory(memory: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_accel import streams
+from ds_accel.locked_pages import locked_pages
 from ds_accel.streams import DeviceEvent
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
@@ -36,15 +37,19 @@ _REPEATS = 20
 _PAGE = 4096
 
 
-def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
+def host_bytes(nbytes: int, device: torch.device, *, pin: bool, stays: bool = True) -> Tensor:
     """Allocate [nbytes], uint8, zeros, on the host, at the start of a page.
 
     Args:
         device: Copies go to and come from this device; page-locked memory helps where that is not the host itself.
+        stays: It is there as long as what it belongs to, so it takes its own size and no more; else it is memory that torch keeps for who
+            asks again, in powers of two.
     Page-locking may be refused (RLIMIT_MEMLOCK, the driver): then the memory is plain, with one warning a process.
     """
     if pin and device.type not in ("cpu", "meta", "mps"):
         try:
+            if stays and (locked := locked_pages(nbytes, device)) is not None:
+                return locked
             return streams.page_locked((nbytes,), torch.uint8, zero=True)
         except RuntimeError as error:
             if "pin" not in _told:

@@ -83,7 +83,7 @@ def take_away(
             if storage.nbytes() == 0 or storage.data_ptr() in pointers or not storage.resizable():
                 continue
             pointers.add(storage.data_ptr())
-            host = host_bytes(storage.nbytes(), tensor.device, pin=pin_memory)
+            host = host_bytes(storage.nbytes(), tensor.device, pin=pin_memory, stays=False)
             gone.append(Away(kind, storage, host.copy_(_bytes(storage, tensor.device))))
     for away in gone:
         away.storage.resize_(0)
