@@ -131,6 +131,27 @@ def test_log_probabilities_come_with_the_tokens() -> None:
     assert (second.logprob, second.top, third.top) == (None, None, {})
 
 
+class _Unlocked(streams.StreamsBackend):
+    """Copies to a device on a host without one, which locks no pages."""
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_tables_come_to_a_device_whole(elsewhere: bool) -> None:
+    """Rows that are those of the logits are not named: the copy was cut as if they were, an error of every step that drew."""
+    rows = draw_rows(random.Random(5), 4, 97)
+    tables = _tables(rows, elsewhere)
+    with streams.use_backend(_Unlocked()):
+        moved = tables.to(torch.device("cpu"))
+    assert len(moved.numbers) == (4 if elsewhere else 0)
+    for name in ("params", "entries", "numbers", "masks", "masked"):
+        before, after = getattr(tables, name), getattr(moved, name)
+        assert (before is None) == (after is None)
+        assert before is None or torch.equal(before, after), name
+
+
 class WaitCounter(streams.StreamsBackend):
     """Counts what the host waits for."""
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ds_config.errors import PlanError
-from ds_inference import SamplingParams, build_hf_engine, init_inference, load
+from ds_inference import (
+    SamplingParams,
+    SchedulerConfig,
+    build_hf_engine,
+    cache_size,
+    init_inference,
+    load,
+    model_loader,
+)
 from ds_inference.blocks import block_hashes
-from ds_inference.cache_size import cache_blocks, default_device, fit_blocks
+from ds_inference.cache import Cache
+from ds_inference.cache_size import cache_blocks, default_device, fit_blocks, trial_chunks
 from ds_inference.cuda_graphs import CudaGraphRunner
 from ds_inference.quantize import _grouped_product_triton, _product_triton, moved
 from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, QuantTensor
@@ -116,6 +126,30 @@ def test_a_cache_takes_what_is_left(tiny: Any) -> None:
     if decoder.device.type == "cpu":
         assert cache_blocks(decoder, 16, None, None, 0.9) == 512
     assert cache_blocks(decoder, 16, None, 100, 0.9) == 7
+
+
+def test_the_trial_step_is_as_large_as_the_budget_allows(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had 512 tokens and one row of logits whatever the budget was, so that the first full step found no memory."""
+    for longest, budget, lengths, rows in (
+        (4096, SchedulerConfig(), [512], [64]),
+        (4096, SchedulerConfig(8192, 256), [4096, 4096], [256, 0]),
+        (100, SchedulerConfig(250, 150), [100, 100, 50], [100, 50, 0]),
+        (4096, SchedulerConfig(1024, 4, max_prefill_chunk=512, max_model_len=300), [300, 300, 300, 124], [4, 0, 0, 0]),
+    ):
+        chunks = trial_chunks(longest, 16, budget)
+        assert ([len(c.tokens) for c in chunks], [c.outputs for c in chunks]) == (lengths, rows)
+        assert {c.blocks[0] for c in chunks} == {0}
+        assert all(len(c.blocks) == -(-len(c.tokens) // 16) for c in chunks)
+    spec = load(tiny("llama")).decoder.spec
+    decoder: Any = SimpleNamespace(device=torch.device("cuda"), spec=spec, dtype=torch.float32)
+    monkeypatch.setattr(cache_size, "_step_bytes", lambda _decoder, _size, budget: 1000 * budget.max_num_batched_tokens)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (9 << 20, 10 << 20))
+    few, many = (cache_blocks(decoder, 4, None, None, 1.0, SchedulerConfig(n)) for n in (512, 2048))
+    assert (few - many) * Cache.bytes_of(spec, 4, torch.float32) == pytest.approx(1536 * 1000, rel=0.01)
+    seen: list[Any] = []
+    monkeypatch.setattr(model_loader, "cache_blocks", lambda *arguments: seen.append(arguments[-1]) or 16)
+    load(tiny("llama"), budget=SchedulerConfig(2048))
+    assert seen == [SchedulerConfig(2048)]
 
 
 def test_salts_differ_beyond_their_first_64_bytes() -> None:

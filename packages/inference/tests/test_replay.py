@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -241,6 +241,40 @@ def test_captures_are_on_one_stream_of_their_own_under_the_device_guard(monkeypa
         "capture pool side 2 thread_local", "call", "end of capture pool side 2 thread_local", "end of on cuda:1",
     ]  # fmt: skip
     assert log == [*one, *one, "replay"]
+
+
+def test_a_capture_that_fails_says_what_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error is that of the capture's end, which tells nothing of the model."""
+
+    @contextmanager
+    def capture(graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from None
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    ended = []
+    fake = {"graph_pool_handle": lambda: "pool", "Stream": Stream, "CUDAGraph": object, "graph": capture,
+            "current_stream": lambda device=None: Stream(), "stream": lambda stream: nullcontext(),
+            "device": lambda device: nullcontext()}  # fmt: skip
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def call(error: Exception) -> None:
+        ended.append(0)
+        if len(ended) % 3 == 0:
+            raise error
+
+    record, said = cuda_graph(torch.device("cuda", 0)), "CUDA error: operation not permitted"
+    with pytest.raises(UnsupportedError, match=f"cannot be captured as a CUDA graph: {said}") as caught:
+        record(lambda: call(RuntimeError(f"{said} when stream is capturing\nmore")))
+    assert caught.value.code == "inference-cuda-graph"
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with pytest.raises(torch.OutOfMemoryError):
+        record(lambda: call(torch.OutOfMemoryError("full")))
 
 
 def test_a_recording_is_for_shapes_and_its_results_are_copies(device: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_config.errors import KernelError
-from ds_ops.partial_attention import View, merge_partial, partial_attention, partial_attention_grad
+from ds_ops.partial_attention import View, _no_flash, merge_partial, partial_attention, partial_attention_grad
 from ds_ops.sparse_attention import Sparsity
 
 few = settings(max_examples=30, deadline=None)
@@ -214,3 +214,12 @@ def test_refusals() -> None:
         with pytest.raises(KernelError) as caught:
             call()
         assert caught.value.code == "kernel-argument"
+
+
+def test_an_older_card_has_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash kernels raise there ("only supports Ampere GPUs or newer"); the reference runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, runs in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        assert (_no_flash("cuda", torch.float16) == "") is runs
+    assert _no_flash("cpu", torch.float32) == ""

@@ -232,7 +232,7 @@ class SamplingTables:
 
     Attributes:
         params: int32 [B, 8], entries: int32 [E, 5]; see `draw_tokens` and `adjust_logits`.
-        numbers: int32 [B], the row of the logits that each takes.
+        numbers: int32 [B], the row of the logits that each takes; none where that is its own.
         masks: bool [M, vocab] of the rows `masked`, int64 [M]; None: no row has one.
         drawn: Rows that are not greedy.
         filtered: Of these, the largest top-k; and whether any has a top-p or a min-p.
@@ -248,10 +248,10 @@ class SamplingTables:
 
     def to(self, device: torch.device) -> SamplingTables:
         """Copy the tables to `device`, the integers all at once; valid on the current stream."""
-        count, entries = self.params.shape[0], self.entries.shape[0]
+        count, entries, named = self.params.shape[0], self.entries.shape[0], self.numbers.shape[0]
         words = torch.cat([self.params.flatten(), self.entries.flatten(), self.numbers])
         there = streams.copy_to(streams.pin(words), device)
-        params, changes, numbers = there.split([count * SAMPLING_FIELDS, entries * 5, count])
+        params, changes, numbers = there.split([count * SAMPLING_FIELDS, entries * 5, named])
         masks, masked = self.masks, self.masked
         if masks is not None and masked is not None:
             masks, masked = (streams.copy_to(streams.pin(t), device) for t in (masks, masked))

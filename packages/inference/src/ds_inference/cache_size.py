@@ -13,12 +13,11 @@ from ds_config.errors import PlanError
 from ds_inference.cache import Cache
 from ds_inference.decoder_model import Runner
 from ds_inference.paged_attention import make_batch
-from ds_inference.requests import ScheduledChunk
+from ds_inference.requests import ScheduledChunk, SchedulerConfig
 
-__all__ = ["cache_blocks", "default_device", "usable_device"]
+__all__ = ["cache_blocks", "default_device", "trial_chunks", "usable_device"]
 
 _CPU_TOKENS = 8192
-_TRIAL = 512
 
 
 def default_device() -> torch.device:
@@ -48,11 +47,19 @@ def usable_device(name: torch.device | str | None) -> torch.device:
         ) from error
 
 
-def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: int | None, utilization: float) -> int:
+def cache_blocks(
+    decoder: Runner,
+    size: int,
+    dtype: torch.dtype | None,
+    tokens: int | None,
+    utilization: float,
+    budget: SchedulerConfig | None = None,
+) -> int:
     """Return how many blocks of `size` tokens the cache has, as many on all ranks that hold the model together (collective there).
 
     Args:
         tokens: What was asked for; None: 8,192 on a CPU, else as many as fit into `utilization` of the device's memory.
+        budget: Of a step: the trial step has as many tokens and rows of logits. None: the usual one.
     Raises:
         PlanError: not one block fits, or `utilization` is no part of the memory ("inference-cache").
     """
@@ -66,8 +73,9 @@ def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: 
         )
     if tokens is not None or decoder.device.type == "cpu" or not decoder.spec.layers:
         return -(-(_CPU_TOKENS if tokens is None else tokens) // size)
+    step = _step_bytes(decoder, size, budget or SchedulerConfig())
     free, total = torch.accelerator.get_memory_info(decoder.device)
-    reserve = total - free + _step_bytes(decoder, size)
+    reserve = total - free + step
     each = Cache.bytes_of(decoder.spec, size, dtype or decoder.dtype)
     group, count, failure = getattr(decoder, "group", self_group()), 0, None
     try:
@@ -95,14 +103,31 @@ def fit_blocks(room: int, each: int, longest: int, size: int) -> int:
     return count
 
 
-def _step_bytes(decoder: Runner, size: int) -> int:
-    """Return the bytes that a step of some prompt tokens takes at its peak, beside weights and cache."""
-    count = min(_TRIAL, decoder.spec.max_seq_len)
-    blocks = -(-count // size)
-    cache = Cache(decoder.spec, blocks, size, decoder.dtype, decoder.device)
-    batch, _ = make_batch([ScheduledChunk(-1, (0,) * count, 0, tuple(range(blocks)), 1)], size, decoder.device)
+def trial_chunks(longest: int, size: int, budget: SchedulerConfig) -> list[ScheduledChunk]:
+    """Return a step of prompts that is as large as a step of `budget` can be: its tokens, and its rows of logits.
+
+    The sequences share their blocks: what is computed is of no interest.
+    """
+    left, rows, chunks = budget.max_num_batched_tokens, budget.max_num_seqs, list[ScheduledChunk]()
+    longest = min(longest, budget.max_model_len)
+    while left:
+        count = min(left, longest, budget.max_prefill_chunk or left)
+        outputs = min(rows, count)
+        chunks.append(ScheduledChunk(-1 - len(chunks), (0,) * count, 0, tuple(range(-(-count // size))), outputs))
+        left, rows = left - count, rows - outputs
+    return chunks
+
+
+def _step_bytes(decoder: Runner, size: int, budget: SchedulerConfig) -> int:
+    """Return the bytes that the largest step takes at its peak, beside weights and cache; these are given back to the device."""
+    chunks = trial_chunks(decoder.spec.max_seq_len, size, budget)
+    cache = Cache(decoder.spec, len(chunks[0].blocks), size, decoder.dtype, decoder.device)
+    batch, _ = make_batch(chunks, size, decoder.device)
     torch.accelerator.reset_peak_memory_stats(decoder.device)
     before = torch.accelerator.memory_allocated(decoder.device)
     decoder.forward(batch, cache)
     torch.accelerator.synchronize(decoder.device)
-    return int(torch.accelerator.max_memory_allocated(decoder.device) - before)
+    peak = int(torch.accelerator.max_memory_allocated(decoder.device) - before)
+    del cache, batch
+    torch.accelerator.empty_cache()  # what is free then is so with the step's kernels and workspaces
+    return peak

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ds_accel import streams
+from ds_config.errors import UnsupportedError
 from ds_inference.paged_attention import BatchIndices
 
 __all__ = ["CudaGraphRunner", "DecodeGraphs", "Record", "capture_sizes", "cuda_graph"]
@@ -33,7 +34,7 @@ def cuda_graph(device: torch.device) -> Record:
     """Return a recorder that captures calls on `device` as CUDA graphs, which share a memory pool.
 
     All are captured on one stream of the recorder's own, whatever device is current; a replay's output is valid on the current stream of
-    `device`.
+    `device`. What cannot be captured raises UnsupportedError ("inference-cuda-graph").
     """
     pool = torch.cuda.graph_pool_handle()
     with streams.on_device(device):
@@ -49,11 +50,27 @@ def cuda_graph(device: torch.device) -> Record:
             streams.wait_stream(current, side)
             graph = torch.cuda.CUDAGraph()
             # torch's own stream for captures is made once, on the device that is current then. Other threads may ask events meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                out = call()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    out = call()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise _not_captured(error) from error
         return graph.replay, out
 
     return record
+
+
+def _not_captured(error: RuntimeError) -> UnsupportedError:
+    """Build the error for a call that worked twice and cannot be captured. What ended the capture is the context of what torch says then."""
+    first = error.__context__ or error
+    return UnsupportedError(
+        f"a call that runs cannot be captured as a CUDA graph: {str(first).splitlines()[0] if str(first) else type(first).__name__}",
+        code="inference-cuda-graph",
+        fix="Leave graphs out (cuda_graphs=False, enable_cuda_graph): something in the call waits for the device, reads from it, or copies to it"
+        " from plain memory of the host.",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

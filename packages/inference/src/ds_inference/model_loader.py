@@ -80,7 +80,7 @@ def load(
         unchanged.
         device: Of weights and cache; None: of a folder the accelerator where there is one, of a module where it is.
         cache_tokens: The KV cache has room for the keys and values of so many tokens, over all requests. None: 8,192 on a CPU; on an
-            accelerator what is free of it after a trial step.
+            accelerator what is free of it after a trial step, as large as `budget` allows.
         gpu_memory_utilization: The part of the accelerator's memory that weights, steps and cache may take together, where
             `cache_tokens` is None.
         block_size: Tokens of a block.
@@ -131,7 +131,7 @@ def load(
         trim()  # what reading and quantising took is free only now
     return LLMEngine(
         decoder,
-        blocks=cache_blocks(decoder, block_size, cache_dtype, cache_tokens, gpu_memory_utilization),
+        blocks=cache_blocks(decoder, block_size, cache_dtype, cache_tokens, gpu_memory_utilization, budget),
         size=block_size,
         budget=budget,
         enable_prefix_caching=enable_prefix_caching,

@@ -305,6 +305,9 @@ def _no_flash(device_type: str, dtype: torch.dtype) -> str:
     if device_type not in ("cpu", "cuda"):
         return Unavailable("torch has kernels for CPU and CUDA", elsewhere=True)
     kinds = (torch.bfloat16, torch.float16) if device_type == "cuda" else tuple(_CPU_DTYPES)
+    old = device_type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    if old and torch.cuda.get_device_capability() < (8, 0):
+        return Unavailable("torch's flash attention wants compute capability 8.0")
     return "" if dtype in kinds else Unavailable(f"does not take {dtype}", fix=f"convert to {kinds[0]}")
 
 

@@ -18,6 +18,8 @@ from ds_ops.triton_kernels.triton_support import launch, multiprocessors, next_p
 __all__ = ["adjust_logits", "draw_tokens"]
 
 _BLOCK = 1024
+_SEARCHED = 4096
+"""Logits of a turn of a search, which one program makes for a row: it waits for memory once a turn, up to 33 times the row."""
 _MOST_SPLITS = 32
 _FIELDS = tl.constexpr(SAMPLING_FIELDS)
 _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
@@ -57,7 +59,7 @@ def draw_tokens(logits: Tensor, params: Tensor) -> Tensor:
     at = torch.empty(rows, splits, dtype=torch.int32, device=device)
     floats = params.view(torch.float32)
     chunk = -(-vocab // (splits * 4 * _BLOCK)) * 4 * _BLOCK
-    launch(_bounds, (rows,), logits, params, floats, bounds, vocab, BLOCK=_BLOCK, num_warps=16)
+    launch(_bounds, (rows,), logits, params, floats, bounds, vocab, BLOCK=_SEARCHED, num_warps=16)
     launch(
         _draw, (rows, splits), logits, params, floats, bounds, best, at, vocab, chunk, splits,
         BLOCK=_BLOCK, num_warps=8,
@@ -85,7 +87,7 @@ def _adjust(logits_ptr, entries_ptr, floats_ptr, count, vocab, most, BLOCK: tl.c
 def _ordered(x):  # type: ignore[no-untyped-def]
     """Return fp32 as uint32 in the same order."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -149,7 +151,7 @@ def _bounds(logits_ptr, params_ptr, floats_ptr, bounds_ptr, vocab, BLOCK: tl.con
                 sums += tl.where((at < vocab) & (_ordered(x) >= floor), tl.exp((x - peak) * inverse), 0.0)
             key = _search(row_ptr, vocab, top_p * tl.sum(sums), floor, peak, inverse, False, BLOCK)
             floor = tl.maximum(floor, key)
-        bits = tl.where((floor >> 31) != 0, floor & 0x7FFFFFFF, ~floor)
+        bits = tl.where((floor >> 31) != 0, floor & 0x7FFFFFFF, floor ^ 0xFFFFFFFF)
         least = tl.where(floor == 0, float("-inf"), bits.to(tl.float32, bitcast=True))
         bound = tl.maximum(bound, least)
     tl.store(bounds_ptr + row * 2 + 1, bound)
