@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ds_accel import streams
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
@@ -150,7 +151,8 @@ class RaggedEngine:
         for chunk in chunks:
             self._known[chunk.request].num_seen += len(chunk.tokens)
         row = {chunk.request: i for i, chunk in enumerate(order)}
-        return logits[[row[uid] for uid in uids]]
+        rows = torch.tensor([row[uid] for uid in uids], device="cpu")
+        return logits.index_select(0, streams.copy_to(rows, logits.device))
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
         """Return (tokens, blocks) that the sequence could get now, at most the maxima; (0, 0) if no sequence may begin."""
