@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 
+from ds_accel import streams
 from ds_config.errors import KernelError
-from ds_ops import UpdateSpec, UpdateTensors, convert, fill, sum_squares, update
+from ds_ops import UpdateSpec, UpdateTensors, _call, convert, fill, sum_squares, update
 from ds_ops.update_rules import UpdateRule
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -113,3 +114,19 @@ def test_convert_refuses_partial_overlap_and_other_lengths() -> None:
     with pytest.raises(KernelError, match="equal lengths"):
         convert(torch.zeros(3), torch.zeros(4))
     assert convert(memory, memory, scale=2.0) is memory
+
+
+def test_what_a_graph_copies_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that is made while a graph is captured is copied at every replay: from memory of the host that nothing else may get."""
+    monkeypatch.setattr(_call, "_recorded_hosts", hosts := [])
+    monkeypatch.setattr(_call, "_recorded_tables", recorded := {})
+    monkeypatch.setattr(_call, "_tables", {})
+    one, other = (_call.columns([torch.zeros(n)], [torch.zeros(n)], [], []) for n in (3, 5))
+    first, _ = _call.device_table(one, 8192)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    assert _call.device_table(one, 8192)[0] is first
+    assert hosts == []  # it was there before
+    second, _ = _call.device_table(other, 8192)
+    assert _call.device_table(other, 8192)[0] is second
+    assert [torch.equal(host, second) for host in hosts] == [True]
+    assert len(recorded) == 2

@@ -185,7 +185,7 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
 
     Returns: int64 [7, count]: the six rows with 0 for what is absent, then the number of chunks before each tensor.
     The copy is valid on the current stream, by which equal tables are cached. A table that a graph records stays for ever: every replay
-    reads its address.
+    reads its address, and copies it again from the host where it was made while the graph was captured.
     """
     chunks = -(-table.rows[0] // chunk)
     before = np.cumsum(chunks) - chunks
@@ -194,26 +194,27 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
     key = (device, streams.current_stream(device), rows.tobytes())
     if key in _recorded_tables:
         return _recorded_tables[key], chunks.tolist()
-    device_rows = _tables.pop(key, None)
+    device_rows, recorded = _tables.pop(key, None), streams.is_capturing(device)
     if device_rows is None:
-        device_rows = _from_pinned(torch.from_numpy(rows), device)
+        host = torch.from_numpy(rows)
+        if device.type == "cuda":
+            host = streams.pin(host)
+        device_rows = streams.copy_to(host, device)
+        if recorded:
+            _recorded_hosts.append(host)
         if len(_tables) >= _MOST_TABLES:
             _tables.pop(next(iter(_tables)))
-    if streams.is_capturing(device):
+    if recorded:
         _recorded_tables[key] = device_rows
     else:
         _tables[key] = device_rows  # last: the one that goes latest
     return device_rows, chunks.tolist()
 
 
-def _from_pinned(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting; valid on the current stream."""
-    return streams.copy_to(streams.pin(host), device) if device.type == "cuda" else host.to(device)
-
-
 # Tensors of a model stay where they are, so that a step finds its table on the device, and can be part of a CUDA graph.
 _tables: dict[tuple[torch.device, Any, bytes], Tensor] = {}
 _recorded_tables: dict[tuple[torch.device, Any, bytes], Tensor] = {}
+_recorded_hosts: list[Tensor] = []
 _MOST_TABLES = 256
 
 
