@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_inference import (
     SamplingParams,
     SchedulerConfig,
@@ -204,3 +204,30 @@ def test_a_forward_with_a_cache_is_not_captured(tiny: Any) -> None:
     assert not calls
     engine(ids, use_cache=False)
     assert calls
+
+
+@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_a_cache_of_fewer_bits_gives_nearly_the_same(dtype: torch.dtype, own_forward: bool, tiny: Any) -> None:
+    """fp8 had no scales, and its products were torch's error; samples copy blocks of it, prefixes share them."""
+    model, prompts = tiny("llama"), [[5, 9, 2] * 6, [7] * 11, [5, 9, 2] * 6]
+    how = SamplingParams(9, n=2, temperature=0.7, seed=3, logprobs=5)
+    options: dict[str, Any] = {"block_size": 4, "use_module_forward": own_forward}
+    options |= {} if own_forward else {"native": False}
+    wanted, found = (load(model, cache_dtype=d, **options).generate(prompts, how) for d in (None, dtype))
+    for one, other in zip(wanted, found, strict=True):
+        assert len(other.tokens) == 9
+        assert other.logprobs[0] == pytest.approx(one.logprobs[0], abs=0.6)
+    each = {d: Cache.bytes_of(load(model).decoder.spec, 4, d) for d in (torch.int8, torch.float8_e4m3fn)}
+    assert each[torch.int8] == each[torch.float8_e4m3fn]
+
+
+def test_a_cache_that_nobody_reads_is_refused(tiny: Any) -> None:
+    for wrong, options in (
+        (torch.int16, {}),
+        (torch.float8_e5m2, {"native": False}),
+        (torch.float8_e4m3fn, {"native": True}),
+    ):
+        with pytest.raises(UnsupportedError) as error:
+            load(tiny("llama"), cache_dtype=wrong, **options)
+        assert error.value.code == "inference-cache-dtype"

@@ -18,7 +18,10 @@ from ds_config.errors import UnsupportedError
 from ds_inference.spec import DecoderLayerSpec, DecoderSpec
 from ds_ops.host_arena import zeros_huge
 
-__all__ = ["Cache", "States"]
+__all__ = ["SCALED", "Cache", "States"]
+
+SCALED = (torch.int8, torch.float8_e4m3fn)
+"""Formats that keys and values are rounded to, with a scale for each token and head."""
 
 
 class States:
@@ -69,8 +72,8 @@ class Cache:
 
     Attributes:
         layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
-            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8,
-            scales fp32 [blocks, size, kv heads] of keys and of values follow.
+            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8
+            and fp8, scales fp32 [blocks, size, kv heads] of keys and of values follow.
         spare: A slot of the one block more that nobody is given: rows of padding write there.
         states: Of recurrent layers, by the number of a sequence's first block.
     """
@@ -79,9 +82,15 @@ class Cache:
         self.size = size
         self.spare = blocks * size
         latent = any(y.attention.latent is not None for y in spec.layers)
-        if dtype == torch.int8 and latent:
+        if dtype not in SCALED and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise UnsupportedError(
-                f"an int8 cache for a {spec.family} model, whose cache is compressed already",
+                f"a cache of {dtype}",
+                code="inference-cache-dtype",
+                fix="Use torch.int8, torch.float8_e4m3fn or a float of 16 or 32 bits, or leave cache_dtype out.",
+            )
+        if dtype in SCALED and latent:
+            raise UnsupportedError(
+                f"a cache of {dtype} for a {spec.family} model, whose cache is compressed already",
                 code="inference-cache-dtype",
                 fix="Leave cache_dtype out.",
             )
@@ -97,14 +106,14 @@ class Cache:
             tensors = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
         else:
             tensors = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
-        if dtype == torch.int8:
+        if dtype in SCALED:
             tensors += [torch.zeros(*room, heads, device=device) for heads, _ in sizes]
         return tuple(tensors)
 
     @staticmethod
     def bytes_of(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
         """Return the bytes of a block of `size` tokens in all layers; 0 if no layer stores keys and values."""
-        scale = 4 if dtype == torch.int8 else 0
+        scale = 4 if dtype in SCALED else 0
         return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -113,7 +122,8 @@ class Cache:
             source, target = _indices(pairs, self.layers[0][0].device).unbind(1)
             for tensors in self.layers:
                 for tensor in tensors:
-                    tensor[target] = tensor[source]
+                    bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+                    bits[target] = bits[source]
 
 
 def _indices(numbers: Sequence[int] | Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -51,7 +51,9 @@ def register_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
     )
-    parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
+    parser.add_argument(
+        "--cache-dtype", choices=["int8", "fp8"], help="of keys and values (default: that of the weights)"
+    )
 
 
 def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -63,7 +65,7 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     from ds_inference.text import read_tokenizer
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    cache_dtype = None if args.cache_dtype is None else torch.int8
+    cache_dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(args.cache_dtype)
     engine = load(
         args.folder,
         dtype=dtype,

@@ -44,7 +44,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
     )
-    model.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
+    model.add_argument(
+        "--cache-dtype", choices=["int8", "fp8"], help="of keys and values (default: that of the weights)"
+    )
     model.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=FOLDER",
         help="a LoRA adapter, asked for as model NAME; several",
@@ -122,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
         ),
         tokenizer=tokenizer,
         quantize=args.quantize,
-        cache_dtype=None if args.cache_dtype is None else torch.int8,
+        cache_dtype={"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(args.cache_dtype),
         adapters=_adapters(args.adapter),
         group=group if group.size > 1 else None,
         enable_expert_parallel=args.enable_expert_parallel,

@@ -188,9 +188,12 @@ class HFModelRunner:
         rows = streams.copy_to(rows, self.device)
         if longest:
             for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):
-                k, v = (t.flatten(0, 1)[rows] for t in (keys, values))
+                k, v = (
+                    (t.view(torch.uint8).flatten(0, 1)[rows].view(t.dtype) if scales else t.flatten(0, 1)[rows])
+                    for t in (keys, values)
+                )
                 if scales:
-                    k, v = (t * s.flatten(0, 1)[rows][..., None] for t, s in zip((k, v), scales, strict=True))
+                    k, v = (t.float() * s.flatten(0, 1)[rows][..., None] for t, s in zip((k, v), scales, strict=True))
                 past.update(k.to(self.dtype).transpose(1, 2), v.to(self.dtype).transpose(1, 2), i)
         even = not cache.layers or all(start == longest for start, _ in sequences)
         return past, None if self.stateful and even else streams.copy_to(mask, self.device)

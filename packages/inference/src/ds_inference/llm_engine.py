@@ -57,7 +57,7 @@ class LLMEngine:
         budget: Of a step.
         enable_prefix_caching: Whether equal beginnings are computed once; None: where the decoder has no states.
         speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
-        cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
+        cache_dtype: Of keys and values; int8 and float8_e4m3fn have a scale for each token and head. None: that of the weights.
         lookahead: Whether a step is launched before the tokens of the last one are known to the host, where it does not depend on them:
             not with drafts, penalties or structured answers, nor on several ranks. The answers are the same. None: on a device.
     Raises:
@@ -94,6 +94,10 @@ class LLMEngine:
             replace(budget, max_model_len=min(budget.max_model_len, decoder.spec.max_seq_len)),
             enable_prefix_caching=not decoder.stateful if enable_prefix_caching is None else enable_prefix_caching,
         )
+        if cache_dtype == torch.float8_e4m3fn and isinstance(decoder, Decoder) and not decoder.obstacle:
+            raise UnsupportedError(
+                "a cache of fp8 for the native loop", code="inference-cache-dtype", fix="Use int8, or native=False."
+            )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
         self._capture()
         self.before_step: Callable[[SchedulerOutput], None] | None = None

@@ -76,7 +76,7 @@ def load(
     Args:
         source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used in place if dtype and
         device agree.
-        dtype: Of weights, and of the KV cache unless `cache_dtype` says otherwise (int8: half of bf16); None:
+        dtype: Of weights, and of the KV cache unless `cache_dtype` says otherwise (int8 and float8_e4m3fn: half of bf16); None:
         unchanged.
         device: Of weights and cache; None: of a folder the accelerator where there is one, of a module where it is.
         cache_tokens: The KV cache has room for the keys and values of so many tokens, over all requests. None: 8,192 on a CPU; on an
@@ -120,7 +120,7 @@ def load(
         weights=weights,
         length=budget.max_model_len if budget else None,
         quantize=quantize,
-        native=native,
+        native=False if native is None and cache_dtype == torch.float8_e4m3fn else native,
         adapters=adapters,
         group=group,
         by_expert=enable_expert_parallel,

@@ -247,7 +247,7 @@ def _attend_by_gather(
 
     def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
         if not scales:
-            return keys[blocks], values[blocks]
+            return keys[blocks].to(q.dtype), values[blocks].to(q.dtype)
         codes = (
             t[blocks] if t.dtype == torch.int8 else t.view(torch.uint8)[blocks].view(t.dtype).float()
             for t in (keys, values)
