@@ -264,3 +264,54 @@ def test_ranks_that_take_other_paths(device):
     optimizer.close()
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), **CLOSE)
+
+
+class Uneven(nn.Module):
+    """Sizes that leave gaps, a layer that not every batch uses, and one whose gradient is a view of another's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.rare = nn.Linear(8, 5), nn.Linear(5, 8), nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.zeros(4, 5))
+
+    def forward(self, x, *, rare):
+        x = self.last(torch.tanh(self.first(x) + self.shift.view(4, 5)))
+        return self.rare(x) if rare else x
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@device_world(1)
+def test_gradients_of_the_only_rank_stay_where_autograd_made_them(stage, precision, device):
+    torch.manual_seed(0)
+    net = Uneven().to(device)
+    reference = copy.deepcopy(net)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.02)
+    optimizer = ds_zero.shard(
+        net, torch.optim.AdamW(net.parameters(), lr=0.02), stage=stage, precision=precision, clip=0.5
+    )
+    units = optimizer.sharding.units
+    for step in range(4):
+        working = reference if precision == "fp32" else copy.deepcopy(reference).to(torch.bfloat16)
+        wide = [None] * len(list(reference.parameters()))
+        for micro in range(MICRO):
+            x = batch(step, micro, 0, device).to(next(net.parameters()).dtype)
+            for model in (net, working):
+                model(x, rare=(step + micro) % 3 == 0).float().square().mean().backward()
+            for i, p in enumerate(working.parameters()):
+                if p.grad is not None:
+                    wide[i] = p.grad.float() + (0 if wide[i] is None else wide[i])
+                    p.grad = None
+        for p, total in zip(reference.parameters(), wide, strict=True):
+            p.grad = total
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = ds_zero.ReduceStrategy.SINGLE if device.type == "cuda" else ds_zero.ReduceStrategy.ARENA
+    assert {unit.plan.reduction for unit in units} == {expected}
+    tolerance = CLOSE if precision == "fp32" else {"rtol": 0.02, "atol": 0.005}
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().float(), q.detach(), **tolerance)
+    optimizer.close()

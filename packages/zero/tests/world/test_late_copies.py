@@ -117,3 +117,20 @@ def test_suspended_state_comes_back(stage, order):
         optimizer.resume()
 
     assert equal(late(order, stage=stage, between=move)[1], train(stage=stage))
+
+
+def test_the_only_rank_has_no_bucket():
+    """A unit's gradients are as many blocks as it has parameters, so that they fit where activations were."""
+    with late_device(0):
+        model = net()
+        optimizer = ds_zero.shard(model, ds_ops.optim.AdamW(model.parameters(), lr=0.1), stage=2, precision="bf16")
+        (unit,) = optimizer.sharding.units
+        assert unit.plan.reduction is ds_zero.ReduceStrategy.SINGLE
+        model(torch.randn(4, 8, dtype=torch.bfloat16)).square().mean().backward()
+        assert unit.gradients.arena is None
+        unit.gradients.finish()
+        assert [total.numel() for total in unit.gradients.sums] == [64] * 5
+        assert {total.dtype for total in unit.gradients.sums} == {torch.float32}
+        assert unit.plan.bytes.grads == 4 * 64 * 5
+        assert not unit.plan.bytes.arena
+        optimizer.close()

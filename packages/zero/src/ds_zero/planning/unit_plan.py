@@ -63,6 +63,7 @@ class ReduceStrategy(Enum):
     POSTING = "posting"  # in memory that the ranks share
     EXCHANGE = "exchange"  # by messages from the memory where autograd made them
     QUANTIZED = "quantized"  # a flat buffer, of which small codes are sent
+    SINGLE = "single"  # on a device that is the only one: they stay where autograd made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class ShardGroupInfo:
         anywhere: Messages between them leave from any memory at no cost.
         nodes: Which of them are close to each other; None: gathers are flat.
         on_host: The model is in memory of the host, which gradients need not leave for.
+        single: No other rank has the family's parameters.
     """
 
     shards: int = 1
@@ -82,6 +84,7 @@ class ShardGroupInfo:
     anywhere: bool = False
     nodes: NodeTopology | None = None
     on_host: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,8 @@ def plan_unit(
     if not spec.trained:  # what it is sent from is all there is of it
         tier = param_tier
     unit = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form, ranks.on_host)
+    if ranks.single and not ranks.on_host and not unit.grads_leave:
+        unit = replace(unit, reduction=ReduceStrategy.SINGLE)
     usage = _bytes(unit)
     if spec.trained and isinstance(param_tier, OffloadPolicy):
         usage = param_tier.planned_params(usage)
@@ -352,8 +357,10 @@ def _bytes(unit: UnitPlan) -> UnitBytes:
     optim = unit.spec.params[0].states * shard_numel * (dtypes.state or dtypes.master).itemsize
     if unit.grads_leave:
         return _leaving(unit, replace(usage, optim=optim, grads=errors, arena=arena))
-    if shards == 1:
+    if shards == 1 and not wide:  # the sum is in the memory of its terms
         return replace(usage, optim=optim, grads=apart + arena)
+    if unit.reduction is ReduceStrategy.SINGLE:
+        return replace(usage, optim=optim, grads=apart)
     return replace(usage, optim=optim, grads=apart, arena=arena)
 
 
@@ -428,4 +435,4 @@ def ranks_of(world: int, options: ShardOptions) -> ShardGroupInfo:
     """Build the ShardGroupInfo that planning assumes for ranks that do not exist yet."""
     shards = min(options.shard_size or world, world)
     nodes = options.nodes if options.nodes is not None and 1 < options.nodes.size < shards else None
-    return ShardGroupInfo(shards, shared=options.memory == "shared", nodes=nodes)
+    return ShardGroupInfo(shards, shared=options.memory == "shared", nodes=nodes, single=world == 1)

@@ -59,7 +59,10 @@ class GradReducer:
     Attributes:
         ranges: (start, stop) in the shard, one after the other, from 0 to its end: a sum is one tensor for each. No piece of a
             parameter lies in two of them.
+        adds_in_place: Whether sums that are added to others, or widened, may lie in the memory of their terms until then.
     """
+
+    adds_in_place = True
 
     def __init__(self, plan: UnitPlan, group_set: GroupSet) -> None:
         self.name, self.layout = plan.name, plan.layout
@@ -192,8 +195,8 @@ class Gradients:
         self._views: list[Tensor] = []
         self._gaps = self._layout.gaps
         self._sums_in_arena = False
-        # Where sums come; what these are cut from, if not kept.
-        self._reducing: tuple[list[Tensor], Tensor | None] | None = None
+        # Where sums come; what these are cut from, if not kept; whether they are added to others, or widened.
+        self._reducing: tuple[list[Tensor], Tensor | None, bool] | None = None
         self._square: tuple[Tensor, int] | None = None  # of sums that have left
         self._norms: tuple[Tensor, int] | None = None
         self.changing: Callable[[], None] | None = None
@@ -258,15 +261,22 @@ class Gradients:
             arena = self._recast(arena, dtypes.reduce)
         dtype, flat = self.way.begin(arena, self.finish), None
         in_place = self.way.in_place_sums()
+        adds = self.host is None and (self._sums is not None or dtype != self._dtypes.accumulate)
         if self.host is not None and all(place is not None for place in in_place):
             outs = [place for place in in_place if place is not None]
-        elif self.host is None and self._sums is None and dtype == self._dtypes.accumulate:
+        elif self.host is None and not adds:
             outs = [self._take_spare(i) if place is None else place for i, place in enumerate(in_place)]
+        elif adds and self.way.adds_in_place and any(place is not None for place in in_place):
+            numels = [stop - start for start, stop in self.ranges]
+            outs = [
+                torch.empty(numel, dtype=dtype, device=self._device) if place is None else place
+                for numel, place in zip(numels, in_place, strict=True)
+            ]
         else:
             flat = self.groups.pool.take(self._layout.shard_numel, dtype, self._device)
             outs = [flat[start:stop] for start, stop in self.ranges]
         self.way.start(outs, self.groups)
-        self._reducing, self.open = (outs, flat), False
+        self._reducing, self.open = (outs, flat, adds), False
 
     def finish(self) -> None:
         """Wait for `reduce`: `sums` is valid afterwards."""
@@ -287,7 +297,7 @@ class Gradients:
         going, self._reducing = self._reducing, None
         if going is None:
             return False
-        outs, flat = going
+        outs, flat, adds = going
         norms = self.way.finish(outs)
         if self._layout.world > 1 and self.groups.replicate_group.size > 1:
             for out in outs:
@@ -296,14 +306,16 @@ class Gradients:
         if self.host is not None:
             self._leave(self.host, outs, flat)
             return True
-        if flat is not None:
+        if adds:
             self._add(outs)
-            self.groups.pool.give(flat)
             norms = None
         else:
-            self._sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
+            alone = self._layout.world == 1 and self.arena is not None
+            self._sums, self._sums_in_arena, self.applied = outs, alone, 1.0
+        if flat is not None:
+            self.groups.pool.give(flat)
         self._norms = None if norms is None else (norms, self.version)
-        if self._layout.world > 1:
+        if self._layout.world > 1 or adds:
             self._give_arena()
         return True
 
@@ -325,7 +337,8 @@ class Gradients:
 
     def _add(self, outs: Sequence[Tensor]) -> None:
         if self._sums is None:
-            self._sums, self.applied = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)], 1.0
+            self._sums, self.applied = [self._take_spare(i) for i in range(len(outs))], 1.0
+            foreach_copy(self._sums, list(outs))
             return
         for total, more in zip(self._sums, outs, strict=True):
             total.add_(more, alpha=self.applied)
@@ -479,7 +492,8 @@ class Gradients:
 
     def _open(self, dtype: torch.dtype) -> None:
         if self._sums_in_arena and self._sums is not None:
-            self._sums = [self._take_spare(0).copy_(self._sums[0])]  # the arena is about to be written
+            # The arena is about to be written.
+            self._sums = [self._take_spare(i).copy_(total) for i, total in enumerate(self._sums)]
             self._sums_in_arena = False
         if self.arena is not None and self.arena.dtype != dtype:
             self._give_arena()

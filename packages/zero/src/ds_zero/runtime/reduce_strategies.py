@@ -4,6 +4,7 @@
                slot, and sums what it owns
     exchange   by messages: a rank sends a large run to its owner as it is, and short runs in one message a rank, the *pack*
     rows       at stage 0: of an embedding only the rows that were looked up (`ds_comm.sparse_rows`)
+    single     on a device that is the only one: nothing is summed, a gradient stays where autograd made it
 
 The first two sum out of the tensors that autograd made, and put a sum in the memory of one of its terms where they may. Which ranges
 those are is decided in `elements.py`. Every rank sends and receives the same whatever its gradients are like: one that is absent, not
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -42,7 +43,7 @@ from ds_zero.planning.unit_plan import ReduceStrategy, UnitPlan
 from ds_zero.runtime.gradients import GradReducer
 from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["EmbeddingRowReducer", "P2PReduceScatter", "ShmReduceScatter", "make_reducer", "tables"]
+__all__ = ["EmbeddingRowReducer", "P2PReduceScatter", "ShmReduceScatter", "SingleRankReducer", "make_reducer", "tables"]
 
 LEAST_KEPT = 16384
 """Elements; in shared memory, copying fewer takes less time than the call that would avoid the copy."""
@@ -55,6 +56,8 @@ _Place = tuple[int, int, int]
 
 class _Direct(GradReducer, ABC):
     """Sums out of the tensors that autograd made, which must not change until the sum is there."""
+
+    adds_in_place = False
 
     def __init__(self, plan: UnitPlan, group_set: GroupSet, runs: Sequence[ReduceRange]) -> None:
         super().__init__(plan, group_set)
@@ -354,10 +357,90 @@ class EmbeddingRowReducer(GradReducer):
         return sum_rows(flat, self.tables, group, self.name)
 
 
+class SingleRankReducer(GradReducer):
+    """Keeps gradients in the memory where autograd made them, one range a parameter: blocks that are as small as activations come out of
+    the memory that backward frees, where one for a whole unit is too large for any gap and makes torch's allocator take more."""
+
+    def __init__(self, plan: UnitPlan, group_set: GroupSet) -> None:
+        super().__init__(plan, group_set)
+        slots = self.layout.slots
+        self._members = sorted(range(len(slots)), key=lambda member: slots[member].offset)
+        starts = [slots[member].offset for member in self._members if slots[member].numel]
+        self._members = [member for member in self._members if slots[member].numel]
+        if starts:
+            self.ranges = tuple(pairwise([0, *starts[1:], self.layout.shard_numel]))
+        self._grads: dict[int, Tensor] = {}
+
+    @property
+    def joins(self) -> bool:
+        """Nothing is sent."""
+        return False
+
+    def take(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> bool:
+        del finish
+        self._dtype = dtype
+        for member, grad in grads.items():
+            self._grads[member] = grad.to(dtype)
+        return True
+
+    def begin(self, arena: Tensor | None, finish: Callable[[], None]) -> torch.dtype:
+        if arena is None:
+            return self._dtype
+        return super().begin(arena, finish)
+
+    def in_place_sums(self) -> Sequence[Tensor | None]:
+        if self._arena is not None:
+            return [self._arena[start:stop] for start, stop in self.ranges]
+        if not self._members:
+            return [None]
+        return [
+            self._place(member, stop - start) for member, (start, stop) in zip(self._members, self.ranges, strict=True)
+        ]
+
+    def _place(self, member: int, numel: int) -> Tensor | None:
+        grad = self._grads.get(member)
+        # Nothing else may lie there, see "nothing else lies there".
+        if grad is None or grad.numel() != numel or not grad.is_contiguous() or storage_uses(grad) > 1:
+            return None
+        return grad.view(-1)
+
+    def start(self, outs: Sequence[Tensor], group_set: GroupSet) -> None:
+        """Copy what cannot stay where it is."""
+        del group_set
+        if self._arena is not None:
+            if len(outs) != len(self.ranges) or outs[0].data_ptr() != self._arena.data_ptr():
+                foreach_copy(list(outs), [self._arena[start:stop] for start, stop in self.ranges])
+            return
+        to, of = [], []
+        for out, member in zip(outs, self._members, strict=False):
+            grad = self._grads.get(member)
+            if grad is not None and grad.data_ptr() == out.data_ptr():
+                continue
+            numel = 0 if grad is None else grad.numel()
+            out[numel:].zero_()
+            if grad is not None:
+                to.append(out[:numel].view(grad.shape))
+                of.append(grad)
+        if to:
+            foreach_copy(to, of)
+        if not self._members:
+            outs[0].zero_()
+
+    def finish(self, outs: Sequence[Tensor]) -> Tensor | None:
+        self._grads.clear()
+        return super().finish(outs)
+
+    def drop(self) -> None:
+        self._grads.clear()
+        self._arena = None
+
+
 def make_reducer(plan: UnitPlan, group_set: GroupSet) -> GradReducer:
     """Build the GradReducer that the plan chose."""
     if plan.reduction is ReduceStrategy.POSTING and group_set.host is not None:
         return ShmReduceScatter(plan, group_set, group_set.host)
+    if plan.reduction is ReduceStrategy.SINGLE:
+        return SingleRankReducer(plan, group_set)
     if plan.reduction is ReduceStrategy.EXCHANGE:
         return P2PReduceScatter(plan, group_set)
     table_slots = [slot for slot in plan.layout.slots if slot.name in group_set.tables and slot.numel]

@@ -267,6 +267,7 @@ class GroupTable:
                 sends_from_anywhere(group_set.shard_group, device),
                 group_set.nodes,
                 on_host,
+                group_set.size == 1,
             )
             for name, group_set in self.group_sets.items()
         }
