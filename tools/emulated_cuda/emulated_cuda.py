@@ -14,6 +14,7 @@ __all__ = ["ABSENT"]
 
 ABSENT: list[str] = emulated_kernels.install()
 """Operators of CUDA that the CPU has no kernel for: they do nothing, but for those below."""
+_SIZES_ONLY = "EMULATED_CUDA_SIZES_ONLY" in os.environ
 _library = torch.library.Library("aten", "IMPL", "CUDA")
 
 
@@ -31,9 +32,16 @@ def _alike(q: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in shared)
 
 
+def _attend_sizes(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what attention leaves, without numbers: as large as on a card, whose kernels hold no scores."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
+    if _SIZES_ONLY:
+        return _attend_sizes(q, v)
     k, v = _alike(q, k, v)
     scores = _scores(q, k, bias, is_causal, scale)
     sums = scores.logsumexp(-1)
@@ -43,6 +51,8 @@ def _attend(
 def _attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    if _SIZES_ONLY:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.new_empty(0)
     groups, grad = q.shape[1] // k.shape[1], grad.float()
     every_k, every_v = _alike(q, k, v)
     share = (_scores(q, every_k, bias, is_causal, scale) - sums[..., None]).exp()
@@ -87,6 +97,8 @@ def _efficient_gradients(
 def _rms_norm_gradients(
     grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
+    if _SIZES_ONLY:
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
     inner = tuple(range(x.dim() - len(shape), x.dim()))
     unit, grad = x.float() * rstd.float(), grad.float()
     by_weight = None if weight is None else (grad * unit).sum(tuple(range(inner[0]))).to(weight.dtype)
@@ -101,6 +113,8 @@ def _interpret_in_place() -> None:
     run: Callable[..., None] = GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _SIZES_ONLY:
+            return
         if emulated_kernels.capturing():
             emulated_kernels.record(lambda: run(self, *args, **kwargs))
         else:
@@ -114,8 +128,8 @@ def _interpret_in_place() -> None:
 
 torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_cudnn_sdp(False)
-torch.backends.cuda.enable_flash_sdp(False)
-torch.backends.cuda.enable_mem_efficient_sdp(False)
+torch.backends.cuda.enable_flash_sdp(_SIZES_ONLY)
+torch.backends.cuda.enable_mem_efficient_sdp(_SIZES_ONLY)
 for _name, _function in {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_gradients,

@@ -18,6 +18,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 extern "C" std::atomic<long long> emulated_counts[16];
+// EMULATED_CUDA_SIZES_ONLY: outputs are allocated, nothing is computed, so that a model of any size shows what the allocator holds.
+static const bool sizes_only = getenv("EMULATED_CUDA_SIZES_ONLY") != nullptr;
 static bool capturing_now() {
   cudaStreamCaptureStatus st;
   cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &st);
@@ -25,6 +27,7 @@ static bool capturing_now() {
 }
 extern "C" bool emulated_graph_add(std::function<void()>);
 extern "C" void emulated_settle(cudaStream_t);
+extern "C" size_t emulated_copy_max();
 static void settle() {
   pybind11::gil_scoped_release *g = nullptr;
   if (Py_IsInitialized() && PyGILState_Check()) g = new pybind11::gil_scoped_release();
@@ -45,6 +48,13 @@ static at::Tensor host_alias(const at::Tensor &t, bool hold = true) {
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) r.unsafeGetTensorImpl()->set_wrapped_number(true);
   return r;
 }
+static at::Tensor shape_alias(const at::Tensor &t) {
+  auto r = at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(at::kMeta));
+  if (t.is_conj()) r._set_conj(true);
+  if (t.is_neg()) r._set_neg(true);
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) r.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return r;
+}
 static c10::IValue host_generator(const c10::IValue &v, c10::Device device) {
   if (v.isNone() && capturing_now()) return v;
   auto g = v.isGenerator() ? v.toGenerator() : at::cuda::detail::getDefaultCUDAGenerator(device.index());
@@ -55,7 +65,59 @@ static c10::IValue host_generator(const c10::IValue &v, c10::Device device) {
   g.set_offset(off + 4);
   return made;
 }
+static void blank(const at::Tensor &t) { // what was not computed is zero where a program may look at it, as at a norm
+  if (t.numel() && t.numel() <= (1 << 16) && t.is_non_overlapping_and_dense()) memset(t.mutable_data_ptr(), 0, t.nbytes());
+}
+static bool of_shapes(const c10::OperatorHandle &op) {
+  // the rest depends on data, or has no rule for shapes
+  static const std::set<std::string> by_data = {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+                                                "aten::bincount", "aten::unique_dim", "aten::unique_consecutive", "aten::_unique"};
+  auto k = op.operator_name();
+  if (by_data.count(k.name)) return false;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Meta) || op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+static void run_kind(const c10::OperatorHandle &op, torch::jit::Stack *stack, bool shapes);
+static bool small(torch::jit::Stack::const_iterator begin, torch::jit::Stack::const_iterator end) {
+  // numbers that a program looks at (a norm, what an optimizer does to three elements) are right even so
+  constexpr int64_t most = 3 << 18;
+  bool tensors = false;
+  for (auto i = begin; i != end; ++i) {
+    if (i->isTensor()) {
+      tensors = true;
+      if (i->toTensor().defined() && i->toTensor().numel() > most) return false;
+    } else if (i->isTensorList()) {
+      for (const at::Tensor &t : i->toTensorVector())
+        if (t.numel() > most) return false;
+      tensors = true;
+    } else if (i->isIntList() && c10::multiply_integers(i->toIntVector()) > most)
+      return false;
+  }
+  return tensors;
+}
+static void computed(const c10::OperatorHandle &op) {
+  static bool told = getenv("EMULATED_CUDA_VERBOSE") != nullptr;
+  if (told && sizes_only) std::cerr << "computed: " << op.operator_name() << std::endl;
+}
 static void run(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
+  auto n = op.schema().arguments().size();
+  if (!sizes_only || capturing_now() || small(stack->end() - n, stack->end())) return run_kind(op, stack, false);
+  if (!of_shapes(op)) return computed(op), run_kind(op, stack, false);
+  torch::jit::Stack kept(stack->end() - n, stack->end());
+  try {
+    run_kind(op, stack, true);
+  } catch (const c10::OutOfMemoryError &) {
+    throw;
+  } catch (const std::exception &e) {
+    static const bool verbose = getenv("EMULATED_CUDA_VERBOSE") != nullptr;
+    if (verbose) std::cerr << op.operator_name() << ": " << e.what() << std::endl;
+    stack->insert(stack->end(), kept.begin(), kept.end());
+    computed(op);
+    run_kind(op, stack, false);
+  }
+}
+static void run_kind(const c10::OperatorHandle &op, torch::jit::Stack *stack, bool shapes) {
   const auto &schema = op.schema();
   auto n = schema.arguments().size();
   auto args = torch::jit::last(*stack, n).vec();
@@ -72,7 +134,7 @@ static void run(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
       device = t.device();
       known = true;
     }
-    auto a = host_alias(t, !cap);
+    auto a = shapes && t.defined() && t.is_cuda() ? shape_alias(t) : host_alias(t, !cap);
     if (t.defined() && t.is_cuda() && written) {
       if (t.numel() == 0) resized.emplace_back(t, a);
       pairs.emplace_back(t, a);
@@ -108,7 +170,7 @@ static void run(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     } else if (v.isDevice()) {
       if (v.toDevice().is_cuda()) {
         if (v.toDevice().has_index()) device = v.toDevice();
-        inner.emplace_back(c10::Device(c10::kCPU));
+        inner.emplace_back(c10::Device(shapes ? c10::kMeta : c10::kCPU));
       } else
         inner.push_back(v);
     } else if (schema.arguments()[i].type()->str().find("Generator") != std::string::npos)
@@ -168,17 +230,20 @@ static void run(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     }
   }
   call(op, inner);
+  if (shapes)
+    for (auto &p : pairs) blank(p.first);
   for (auto &p : resized)
     if (p.second.numel() || p.second.sizes() != p.first.sizes()) {
       p.first.resize_(p.second.sizes());
-      if (p.second.numel()) host_alias(p.first).copy_(p.second);
+      if (p.second.numel() && !shapes) host_alias(p.first).copy_(p.second);
     }
   size_t at_return = 0;
   auto fresh = [&](const at::Tensor &r) -> at::Tensor {
-    if (!r.defined() || !r.device().is_cpu()) return r;
+    if (!r.defined() || !(r.device().is_cpu() || r.device().is_meta())) return r;
     c10::cuda::CUDAGuard g(device);
     auto out = at::empty_strided(r.sizes(), r.strides(), r.options().device(device));
-    if (r.numel() && !cap) host_alias(out).copy_(r);
+    if (r.numel() && !cap && !shapes) host_alias(out).copy_(r);
+    if (shapes) blank(out);
     if (cap) outs->emplace_back(at_return, host_alias(out, false));
     return out;
   };
@@ -234,6 +299,7 @@ static at::Tensor &copy_here(at::Tensor &self, const at::Tensor &src, bool nb) {
       return self;
     }
     settle();
+    if (sizes_only && self.nbytes() > emulated_copy_max()) return self;
     auto a = host_alias(self);
     a.copy_(host_alias(src));
     return self;
@@ -242,7 +308,11 @@ static at::Tensor &copy_here(at::Tensor &self, const at::Tensor &src, bool nb) {
 }
 static int64_t choose(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &, double, bool,
                       std::optional<double>, bool) {
-  return 0;
+  return 0; // plain operators: the numbers of the CPU
+}
+static int64_t choose_by_size(const at::Tensor &q, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &mask, double, bool,
+                              std::optional<double>, bool) {
+  return !mask && q.scalar_type() != at::kFloat ? 1 : 2; // flash, or the memory-efficient one
 }
 static std::vector<std::string> skipped;
 static std::vector<std::string> install() {
@@ -296,7 +366,7 @@ static std::vector<std::string> install() {
     count++;
   }
   lib.impl("copy_", &copy_here);
-  lib.impl("_fused_sdp_choice", &choose);
+  lib.impl("_fused_sdp_choice", sizes_only ? &choose_by_size : &choose);
   return skipped;
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -342,10 +342,16 @@ X int ncclGroupEnd() {
   return 0;
 }
 X int ncclGroupSimulateEnd(void *) { return 0; }
+extern "C" size_t emulated_copy_max();
+static size_t shortened(size_t n, int t) { // data are moved up to a size only where nothing is computed
+  size_t most = emulated_copy_max() / width(t);
+  return n < most ? n : most;
+}
 X int ncclAllReduce(const void *s, void *d, size_t n, int t, int op, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 1, n, t, 0, op)) return 5;
+        n = shortened(n, t);
         size_t w = width(t), step = DATA / w;
         for (size_t at = 0; at < n; at += step) {
           size_t k = std::min(step, n - at);
@@ -362,8 +368,9 @@ X int ncclAllReduce(const void *s, void *d, size_t n, int t, int op, Comm *c, vo
 }
 X int ncclReduce(const void *s, void *d, size_t n, int t, int op, int root, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 2, n, t, root, op)) return 5;
+        n = shortened(n, t);
         size_t w = width(t), step = DATA / w;
         for (size_t at = 0; at < n; at += step) {
           size_t k = std::min(step, n - at);
@@ -382,8 +389,9 @@ X int ncclReduce(const void *s, void *d, size_t n, int t, int op, int root, Comm
 }
 X int ncclBroadcast(const void *s, void *d, size_t n, int t, int root, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 3, n * width(t), 0, root, 0)) return 5;
+        n = shortened(n, t);
         size_t b = n * width(t);
         for (size_t at = 0; at < b; at += DATA) {
           size_t k = std::min(DATA, b - at);
@@ -399,8 +407,9 @@ X int ncclBroadcast(const void *s, void *d, size_t n, int t, int root, Comm *c, 
 X int ncclBcast(void *d, size_t n, int t, int root, Comm *c, void *st) { return ncclBroadcast(d, d, n, t, root, c, st); }
 X int ncclAllGather(const void *s, void *d, size_t n, int t, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 4, n * width(t), 0, 0, 0)) return 5;
+        n = shortened(n, t);
         size_t b = n * width(t);
         for (size_t at = 0; at < b; at += DATA) {
           size_t k = std::min(DATA, b - at);
@@ -415,8 +424,9 @@ X int ncclAllGather(const void *s, void *d, size_t n, int t, Comm *c, void *st) 
 }
 X int ncclReduceScatter(const void *s, void *d, size_t n, int t, int op, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 5, n, t, 0, op)) return 5;
+        n = shortened(n, t);
         size_t w = width(t), step = DATA / w / c->n;
         for (size_t at = 0; at < n; at += step) {
           size_t k = std::min(step, n - at);
@@ -433,8 +443,9 @@ X int ncclReduceScatter(const void *s, void *d, size_t n, int t, int op, Comm *c
 }
 X int ncclAlltoAll(const void *s, void *d, size_t n, int t, Comm *c, void *st) {
   return go(
-      [=] {
+      [=]() mutable {
         if (!same(c, 6, n * width(t), 0, 0, 0)) return 5;
+        n = shortened(n, t);
         size_t b = n * width(t), step = DATA / c->n;
         for (size_t at = 0; at < b; at += step) {
           size_t k = std::min(step, b - at);

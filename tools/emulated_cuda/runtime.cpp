@@ -48,7 +48,7 @@ static size_t cap() {
 }
 static size_t bigcopy() {
   const char *e = getenv("EMULATED_CUDA_COPY_MAX");
-  static size_t n = e ? strtoull(e, 0, 10) : ~0ull;
+  static size_t n = e ? strtoull(e, 0, 10) : getenv("EMULATED_CUDA_SIZES_ONLY") ? 6 << 20 : ~0ull;
   return n;
 }
 
@@ -444,6 +444,7 @@ X cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   trace("esync", 0, e, 0);
   return cudaSuccess;
 }
+extern "C" __attribute__((visibility("default"))) size_t emulated_copy_max() { return bigcopy(); }
 static void *grab(size_t n) {
   n = (n + 4095) & ~4095ull;
   void *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -49,7 +49,14 @@ def _ranks_on_cards(worker):
     worker._Rank._body = on_card
 
 
+def _run_kernels_of_ours(launches):
+    importlib.import_module("emulated_launch").install(launches)
+
+
 if os.environ.get("EMULATED_CUDA"):
+    # What the driver of ds-ops' emulated kernels lists.
+    os.environ.setdefault("DS_FAKE_DEVICES", ",".join(["9.0 132"] * int(os.environ.get("EMULATED_CUDA_DEVICES", "1"))))
     sys.meta_path.insert(0, _After("torch", _emulate))
+    sys.meta_path.insert(0, _After("ds_ops.cuda_launch", _run_kernels_of_ours))
 if os.environ.get("EMULATED_CUDA_EVERYWHERE"):
     sys.meta_path.insert(0, _After("ds_testing.worker", _ranks_on_cards))
