@@ -7,7 +7,23 @@ import pytest
 from repo import ROOT
 
 FACTORIES = frozenset(
-    ["arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"]
+    [
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    ]
 )
 MODULES = {"bert_layer.py", "autoep_layer.py", "lora.py", "moe_layer.py"}
 """Files of layers whose parameters follow torch's default device, as those of torch.nn do."""
