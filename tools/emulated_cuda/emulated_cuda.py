@@ -34,7 +34,9 @@ def _alike(q: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
 
 def _attend_sizes(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return what attention leaves, without numbers: as large as on a card, whose kernels hold no scores."""
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    batch, heads, length = q.shape[:3]
+    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)  # rows of a token lie together, as theirs do
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _attend(

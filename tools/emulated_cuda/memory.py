@@ -1,9 +1,9 @@
 """Measure what torch's allocator holds on a card while a Llama is trained: FOLDER/run python tools/emulated_cuda/memory.py [--engines ...].
 
-Prints a line of JSON a run: an engine, its ranks, and in GiB the peak of allocated and of reserved memory after the second step, on the first
+Prints a line of JSON a run: an engine, its ranks, and in GiB the peak of allocated and of reserved memory after five steps, on the first
 rank. With `EMULATED_CUDA_SIZES_ONLY=1`, which this sets, kernels allocate their results and compute nothing, so a model may be larger than this
 host. Engines: `plain`, `fsdp2`, `fsdp2-2` (weights stay gathered after forward), `ours-STAGE` and `deepspeed-STAGE`, the latter two with `-host`
-(optimizer on the host) or `-all` (weights, too). DeepSpeed has to be importable: `--path` names folders that hold it.
+(optimizer on the host) or `-all` (weights, too); `plain`, `fsdp2` and `ours-STAGE` with `-compiled`, `ours-STAGE` with `-fused` layers. DeepSpeed has to be importable: `--path` names folders that hold it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZES = {
     "3.14G": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 26, "num_attention_heads": 24},
 }
 GIB = 1 << 30
-STEPS = 5
+STEPS, WARM = 8, 4  # compiled graphs are profiled in the third step
 
 
 def main() -> None:
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["plain", "fsdp2", "ours-0", "ours-2", "ours-3"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1])
     parser.add_argument("--size", default="1.36G", choices=sorted(SIZES))
+    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rows", type=int, default=4, help="of a microbatch")
     parser.add_argument("--tokens", type=int, default=2048, help="of a row")
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
@@ -56,11 +57,13 @@ def start(chosen: argparse.Namespace, engine: str, ranks: int) -> None:
         str(chosen.tokens),
         "--accumulate",
         str(chosen.accumulate),
+        "--vocabulary",
+        str(chosen.vocabulary),
     ]
     options += ["--checkpointed"] * chosen.checkpointed
     common = {
         **os.environ, "EMULATED_CUDA_SIZES_ONLY": "1", "EMULATED_CUDA_DEVICES": "8", "EMULATED_CUDA_GB": "140", "DS_ACCELERATOR": "cuda",
-        "DS_FAKE_DEVICES": ",".join(["9.0 132"] * 8), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20000, 40000)),
+        "TRITON_INTERPRET": "0", "DS_FAKE_DEVICES": ",".join(["9.0 132"] * 8), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20000, 40000)),
         "WORLD_SIZE": str(ranks), "PYTHONPATH": ":".join([*chosen.path, os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     processes = []
@@ -92,7 +95,7 @@ def train(chosen: argparse.Namespace) -> None:
     for step in range(STEPS):
         for _ in range(chosen.accumulate):
             run(ids)
-        if step == 1:
+        if step == WARM:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
@@ -114,7 +117,7 @@ def make_model(chosen: argparse.Namespace, device: Any) -> Any:
 
     sizes = SIZES[chosen.size]
     config = LlamaConfig(
-        **sizes, num_key_value_heads=sizes["num_attention_heads"], vocab_size=32000, max_position_embeddings=chosen.tokens,
+        **sizes, num_key_value_heads=sizes["num_attention_heads"], vocab_size=chosen.vocabulary, max_position_embeddings=chosen.tokens,
         use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device(device):
@@ -141,14 +144,18 @@ def by_torch(chosen: argparse.Namespace, engine: str, model: Any) -> Any:
         if "host" in engine:
             options["offload_policy"] = CPUOffloadPolicy()
         for block in model.model.layers:
+            if engine.endswith("-compiled"):
+                block.compile()
             fully_shard(block, **options)
         fully_shard(model, **options)
+    elif engine.endswith("-compiled"):
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     done = 0
 
     def run(ids: Any) -> None:
         nonlocal done
-        with torch.autocast("cuda", torch.bfloat16, enabled=engine == "plain"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=engine.startswith("plain")):
             loss = loss_of(model, ids)
         (loss / chosen.accumulate).backward()
         done += 1
@@ -185,7 +192,14 @@ def by_ours(chosen: argparse.Namespace, engine: str, model: Any) -> Any:
     import ds_engine
 
     config = configuration(chosen, engine) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-    return microbatches(ds_engine.initialize(model=model, config=config)[0])
+    if engine.endswith("-fused"):
+        config["kernels"] = "auto"
+    if compiled := engine.endswith("-compiled"):
+        config["compile"] = {"deepcompile": True}
+    trained = ds_engine.initialize(model=model, config=config)[0]
+    if compiled:
+        trained.compile()
+    return microbatches(trained)
 
 
 def by_deepspeed(chosen: argparse.Namespace, engine: str, model: Any) -> Any:
