@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -408,4 +409,25 @@ def test_the_format_of_communication_is_set_to_what_it_is() -> None:
     assert engine.communication_data_type == torch.bfloat16
     with pytest.raises(ValueError, match=r"travel in torch\.bfloat16"):
         engine.communication_data_type = torch.float32
+    engine.destroy()
+
+
+@world(2)
+def test_what_a_program_puts_in_place_of_the_gathering_of_weights_is_called(tmp_path: Path) -> None:
+    """MS-SWIFT leaves frozen weights out of what accelerate and `save_16bit_model` gather at stage 3 by a method of its own on the engine."""
+    import deepspeed
+
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    engine, *_ = deepspeed.initialize(model=model, config=settings(3, zero_optimization=zero))
+    gather = engine._zero3_consolidated_16bit_state_dict
+    engine._zero3_consolidated_16bit_state_dict = lambda exclude_frozen_parameters=False: gather(True)
+    state = engine._consolidated_16bit_state_dict()
+    engine.save_16bit_model(str(tmp_path), "model.bin")
+    if torch.distributed.get_rank() == 0:
+        assert set(state) == set(torch.load(tmp_path / "model.bin")) == {"1.weight", "1.bias"}
     engine.destroy()

@@ -29,6 +29,7 @@ from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_comm import all_gather_object
 from ds_engine import Engine
 from ds_engine.deepspeed_checkpoints import translated
+from ds_engine.full_state import save_whole
 from ds_moe.utils import has_moe_layers
 from ds_zero import GatheredParameters
 
@@ -289,7 +290,11 @@ class SavesAndLoads(Engine):
         """Return the full state dict in the compute dtype on rank 0; None on other ranks. Collective."""
         return self.full_state_dict(exclude_frozen=exclude_frozen_parameters) or None
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return the same at every stage; at stage 3 by the method above, which programs replace on an engine (MS-SWIFT's does)."""
+        if self.plan.residency.shard_params:
+            return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return self.full_state_dict(exclude_frozen=exclude_frozen_parameters) or None
 
     def save_16bit_model(  # type: ignore[override]
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -300,6 +305,10 @@ class SavesAndLoads(Engine):
                 "the model was not saved: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
             )
             return False
+        if self.plan.residency.shard_params:
+            state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            save_whole(state or {}, Path(save_dir) / save_filename, self.mesh["world"])
+            return True
         return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
