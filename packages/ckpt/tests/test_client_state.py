@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import array
 import base64
 import dataclasses
 import enum
@@ -12,9 +13,11 @@ import json
 import math
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -39,6 +42,40 @@ from ds_ckpt.jsontext import dump, from_json, parse, to_json
 from ds_config.errors import CheckpointError, UnsupportedError
 
 RAN: list[str] = []  # what a load must not run
+
+
+class Meter:
+    """A running average as training scripts define it: attributes, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        RAN.append(name)
+        self.name, self.values, self.seen = name, np.arange(3.0), OrderedDict(train=[1.5])
+
+    def __setattr__(self, name: str, value: object) -> None:
+        RAN.append(name)
+        object.__setattr__(self, name, value)
+
+
+class SlottedMeter(Meter):
+    __slots__ = ("parent",)
+
+
+class Single:
+    def __new__(cls) -> Single:
+        return RAN.append("new") or object.__new__(cls)  # type: ignore[func-returns-value]
+
+
+class Restored:
+    def __setstate__(self, state: object) -> None:
+        RAN.append("state")
+
+
+class Holder:
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, object]:
+        return {"inner": self.inner}
 
 
 class Colour(enum.Enum):
@@ -364,6 +401,7 @@ def local_class() -> Any:
         ({"b": Fuse()}, "__del__"),
         ({OwnHash("k"): 1}, "own __hash__ or __eq__"),
         ({"b": OwnState()}, "a __getstate__ of its own"),
+        ({"b": Restored()}, "Restored, which has no form here: its class has a __setstate__ of its own"),
         ({"i": iter([])}, "list_iterator"),
         ({"e": ValueError("x")}, "ValueError"),
         ({"t": datetime(2024, 1, 1, tzinfo=type("Z", (type(UTC).__base__,), {})())}, r"datetime|Z"),
@@ -373,6 +411,38 @@ def test_what_cannot_be_stored_is_named_with_its_place(value: Any, message: str)
     with pytest.raises(UnsupportedError, match=message) as caught:
         encode(value)
     assert caught.value.code == "ckpt-client-state"
+
+
+def test_a_plain_object_comes_back_with_its_attributes_and_nothing_of_it_runs() -> None:
+    meter = SlottedMeter("loss")
+    meter.parent = {"of": Meter("all")}
+    coded = json.loads(json.dumps(encode({"meters": [meter]})))
+    RAN.clear()
+    (back,) = decode(coded)["meters"]
+    assert RAN == []
+    assert type(back) is SlottedMeter
+    assert type(back.parent["of"]) is Meter
+    assert (back.name, back.seen, back.parent["of"].name) == ("loss", OrderedDict(train=[1.5]), "all")
+    np.testing.assert_array_equal(back.values, meter.values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Single(), Holder(1), threading.Lock(), re.compile("x"), torch.Generator(), random.Random(1), array.array("i")],
+)
+def test_an_object_that_is_more_than_its_attributes_is_refused(value: object) -> None:
+    with pytest.raises(UnsupportedError, match=type(value).__qualname__):
+        encode({"value": value})
+    RAN.clear()
+    refused(
+        {
+            "~": "derived",
+            "class": f"{type(value).__module__}:{type(value).__qualname__}",
+            "base": "object",
+            "value": None,
+        }
+    )
+    assert RAN == []
 
 
 def test_all_problems_come_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Instances of a program's classes in a client state: members of enums, dataclasses, namedtuples, and subclasses of builtins."""
+"""Instances of a program's classes in a client state: members of enums, dataclasses, namedtuples, subclasses of builtins, plain objects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["decode_instance", "encode_instance"]
 
 _FACTORIES = (dict, list, set, tuple, frozenset, str, int, float, bool, bytes)
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, partial)
-_CONTENT = {argparse.Namespace: None, SimpleNamespace: None}
+_CONTENT = {argparse.Namespace: None, SimpleNamespace: None, object: None}
 
 
 def _shown(cls: type) -> str:
@@ -96,7 +96,10 @@ def _advice(value: Any) -> str:
     for name in ("state_dict", "to_dict", "_asdict"):
         if hasattr(value, name):
             return f"; store its {name}()"
-    return "; store dict() of it" if isinstance(value, Mapping) else ", which has no form here"
+    if isinstance(value, Mapping):
+        return "; store dict() of it"
+    reason = objection(type(value))
+    return f", which has no form here: {reason}" if reason else ", which has no form here"
 
 
 def _state(e: StateEncoder, value: Any, path: str) -> dict[str, Json]:
@@ -287,7 +290,8 @@ def _decode_derived(d: StateDecoder, cls: type, tag: Json, path: str) -> Any:
     name, base_name, value, state = fields_of(tag, "class", "base", "value", optional="state")
     base = BASES[base_name]
     if base_of(cls) != base_name or dataclass_fields(cls) is not None or tuple_fields(cls) is not None:
-        raise _class_error(path, "derived", name, f"it extends {base_name} no more")
+        why = "attributes are not all of it any more" if base is object else f"it extends {base_name} no more"
+        raise _class_error(path, "derived", name, why)
     content = d.decode(value, path)
     if type(content) is not (type(None) if base in _CONTENT else base):
         raise TypeError(f"the content is no {base_name}")

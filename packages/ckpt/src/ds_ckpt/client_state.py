@@ -15,9 +15,9 @@ object `{"~": kind, ...}` with exactly the fields of its kind:
 **Classes.** An instance is stored as `module:qualified.name` of its class and its fields. It comes back only where the class is
 imported already and still is what it was: see `imported_classes`, which says how neither an import nor a method of it runs. A class of
 `__main__` is found by each run of the same script. A `derived` value is one of a subclass of a builtin (an `EasyDict`): content, and
-attributes. Fields of a dataclass may have come or gone since the save: a new one takes its default (a value, or a builtin container
-that is its factory); a new one without, and a stored one that the class has no more, is an error that names it. Attributes
-beside the fields come back, too. Members of an enum go by name. As a key or an element of a set, an instance is hashed, so its class
+attributes; of `object` (an `AverageMeter`) there are attributes only. Fields of a dataclass may have come or gone since the save: a new
+one takes its default (a value, or a builtin container that is its factory); a new one without, and a stored one that the class has no
+more, is an error that names it. Attributes beside the fields come back, too. Members of an enum go by name. As a key or an element of a set, an instance is hashed, so its class
 must not have its own `__hash__` or `__eq__`.
 
 **Refusals.** Encoding lists all values that cannot be stored, with their places, before anything is written; a value in itself is one

@@ -3,7 +3,8 @@
 A class is named `module:qualified.name`. It is looked up in `sys.modules` and in the dictionaries of what is there: no import, and
 no `__getattr__` of a module or a metaclass. An instance is made by the `__new__` of a builtin, and its attributes are put into its
 dictionary or its slots: no constructor, no property, no `__setattr__`. A class with `__del__` is refused, since that runs when the
-instance goes; so is one that says itself how it is pickled, because its author knows that its attributes are not enough.
+instance goes; so is one that says itself how it is pickled, because its author knows that its attributes are not enough. A class that
+extends nothing but Python classes is stored by its attributes alone, if nothing else can be in its instances (`_is_plain`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import struct
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -39,13 +41,15 @@ __all__ = [
 
 BASES: Mapping[str, type] = {
     base.__name__: base
-    for base in (dict, list, tuple, set, frozenset, str, int, float, bytes, argparse.Namespace, SimpleNamespace)
+    for base in (dict, list, tuple, set, frozenset, str, int, float, bytes, argparse.Namespace, SimpleNamespace, object)
 }
-"""Builtins whose subclasses are stored by content and attributes."""
+"""Builtins whose subclasses are stored by content and attributes; those of `object` have attributes only."""
 
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _MAKERS = ("dataclasses", "enum", "argparse")
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: made by a class statement, as a rule
+_PLAIN_BYTES = type("_Plain", (), {}).__basicsize__  # an instance that has a dictionary and weak references
+_POINTER_BYTES = struct.calcsize("P")
 _MISSING = object()
 
 
@@ -179,6 +183,8 @@ def base_of(cls: type) -> str | None:
     Between the two there may be no other type that is written in C: it would have contents of its own.
     """
     for ancestor in type.__dict__["__mro__"].__get__(cls):
+        if ancestor is object:
+            return "object" if _is_plain(cls) else None
         for name, base in BASES.items():
             if ancestor is base:
                 return name
@@ -186,6 +192,25 @@ def base_of(cls: type) -> str | None:
         if not flags & _HEAP_TYPE or ancestor is OrderedDict or ancestor is defaultdict:
             return None
     return None
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether attributes are all that is in an instance of a class whose ancestors are Python classes.
+
+    A type that is written in C may look like one: it has more bytes than its slots take, or another `__new__`. A class with a `__new__`, a
+    way of pickling or a `state_dict` of its own has said what makes its instances.
+    """
+    if cls is object or _lookup(cls, "state_dict") is not _MISSING:
+        return False
+    if any(_lookup(cls, name) is not object.__dict__.get(name, _MISSING) for name in ("__new__", *_PICKLING)):
+        return False
+    slots = sum(
+        type(member) is MemberDescriptorType
+        for ancestor in type.__dict__["__mro__"].__get__(cls)
+        for member in _names(ancestor).values()
+    )
+    size = type.__dict__["__basicsize__"].__get__(cls)
+    return not type.__dict__["__itemsize__"].__get__(cls) and size <= _PLAIN_BYTES + slots * _POINTER_BYTES
 
 
 # ---- instances
@@ -211,7 +236,9 @@ def instance_with(cls: type, base: Any, content: Any) -> Any:
         value = new_instance(cls, base)
         list.extend(value, content)
         return value
-    return new_instance(cls, base) if base in (argparse.Namespace, SimpleNamespace) else base.__new__(cls, content)
+    return (
+        new_instance(cls, base) if base in (argparse.Namespace, SimpleNamespace, object) else base.__new__(cls, content)
+    )
 
 
 def _dictionary(value: Any) -> dict[str, Any] | None:
