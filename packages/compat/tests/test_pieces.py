@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -517,7 +521,22 @@ def test_signs_of_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         name_of_tag(str(tmp_path), "../other", alone)
     assert caught.value.code == "ckpt-outside"
-    assert "deepspeed.utils.zero_to_fp32" in (tmp_path / "zero_to_fp32.py").read_text()
+    utils = (
+        tmp_path / "site" / "deepspeed" / "utils"
+    )  # DeepSpeed's programs are modules that run as scripts, without a function
+    utils.mkdir(parents=True)
+    for name in ("zero_to_fp32", "zero_to_torch"):
+        (utils / f"{name}.py").write_text(
+            "if __name__ == '__main__':\n    import sys\n    print('ran', sys.argv[1:])\n"
+        )
+        for place, answer in (
+            (tmp_path / "site", "ran ['--help']"),
+            (Path(deepspeed.__file__).parents[1], f"usage: {name}.py"),
+        ):
+            environment = os.environ | {"PYTHONPATH": str(place)}
+            command = [sys.executable, str(tmp_path / f"{name}.py"), "--help"]
+            out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            assert out.startswith(answer)
     with pytest.raises(CheckpointError, match="_optim_states"):
         deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))
 

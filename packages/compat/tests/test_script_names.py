@@ -535,3 +535,32 @@ def test_a_policy_names_a_family_that_is_found_anyway():
     assert deepspeed.module_inject.HFBertLayerPolicy in replace_policies
     with pytest.raises(UnsupportedError, match=r"HFGPT2LayerPolicy\(\.\.\.\)"):
         HFGPT2LayerPolicy(block)
+
+
+def test_names_that_the_script_in_deepspeeds_checkpoints_imports() -> None:
+    """Each folder has the `zero_to_fp32.py` of the DeepSpeed that wrote it, and is kept for longer than the installation."""
+    from deepspeed.checkpoint.constants import (
+        AUTOEP_LAYERS_KEY,
+        AUTOEP_LAYERS_KEY_LEGACY,
+        AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
+        AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT,
+        BUFFER_NAMES,
+        DS_VERSION,
+        FP32_FLAT_GROUPS,
+        FROZEN_PARAM_FRAGMENTS,
+        FROZEN_PARAM_SHAPES,
+        OPTIMIZER_STATE_DICT,
+        PARAM_ALIGNMENT_PADDINGS,
+        PARAM_SHAPES,
+        PARTITION_COUNT,
+        SINGLE_PARTITION_OF_FP32_GROUPS,
+        ZERO_STAGE,
+    )
+
+    names = (
+        AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY, AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY, BUFFER_NAMES, DS_VERSION,
+        FP32_FLAT_GROUPS, FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT,
+        SINGLE_PARTITION_OF_FP32_GROUPS, ZERO_STAGE, PARAM_ALIGNMENT_PADDINGS, AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT,
+    )  # fmt: skip
+    assert len(set(names)) == len(names)
+    assert names[-2:] == ("param_alignment_paddings", "zero3_partitioned")

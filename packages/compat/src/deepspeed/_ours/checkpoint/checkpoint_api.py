@@ -32,11 +32,12 @@ _SCRIPTS = {
 _SCRIPT = '''#!/usr/bin/env python3
 """{what}"""
 
-from deepspeed.utils.{name} import main
+import runpy
 
 if __name__ == "__main__":
-    main()
+    runpy.run_module("deepspeed.utils.{name}", run_name="__main__")
 '''
+# Where DeepSpeed is installed in place of the facade, this runs DeepSpeed's, whose module has no `main`.
 
 
 # ---- folders
