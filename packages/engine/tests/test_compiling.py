@@ -316,3 +316,23 @@ def test_ends_of_uses_go_behind_readers_that_a_compiler_moved() -> None:
     assert order.index(again) < order.index(late) < min(order.index(last), order.index(arrived))
     put_ends_last(graph)
     assert list(graph.nodes) == order
+
+
+def test_a_unit_is_given_back_behind_reads_that_come_after_its_last_gradient() -> None:
+    """As in the attention of a Llama, where the gradient of what went in comes after those of the weights, and reads them."""
+    graph = fx.Graph()
+    weight, x, grad = (graph.placeholder(name) for name in ("primals_1", "x", "grad"))
+    by_weight = graph.call_function(torch.ops.aten.mm.default, (grad, x))
+    turned = graph.call_function(torch.ops.aten.t.default, (weight,))
+    by_x = graph.call_function(torch.ops.aten.mm.default, (grad, turned))
+    graph.output((by_weight, by_x))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4, 4)
+    place = {"primals_1": ParamLocation(0, 0, trained=True)}
+    facts = read(graph, place, backward=True, saved=None)
+    known = PassInputs(least=1)
+    module = rewrite(fx.GraphModule({}, graph), reduce(insert(facts, known), known), place, 0)
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert OPS.need.default in targets[:-3]
+    assert targets[-3] is torch.ops.aten.mm.default
+    assert set(targets[-2:]) == {OPS.arrived.default, OPS.spare.default}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.guards
 import torch._functorch.config
 from torch import fx
 from torch._dynamo import exc, trace_rules
@@ -44,6 +46,14 @@ __all__ = [
 CAPTURE_ERRORS = (exc.Unsupported, exc.BackendCompilerFailed)
 """What torch raises where a capture that must be one graph ends early, and where something of ours raised inside one."""
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def _described(value: object) -> str:
+    return f"<{type(value).__name__}>" if isinstance(value, torch.Tensor) else builtins.repr(value)
+
+
+# Up to torch 2.11 the text of a guard on a tensor's identity has its numbers. Released weights have none: reading them is a fault of the device.
+torch._dynamo.guards.repr = _described  # type: ignore[attr-defined]
 
 
 class Context:

@@ -48,6 +48,7 @@ def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, ParamLocation
                 editor.store(by_name[action.name])
             else:
                 editor.fetch(by_name[action.name])
+    put_ends_last(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -157,9 +158,9 @@ _ENDS = (OPS.spare.default, OPS.free.default, OPS.arrived.default)
 
 
 def put_ends_last(graph: fx.Graph) -> None:
-    """Put every end of a use behind the last reader, where a compiler has moved a reader behind it.
+    """Put every end of a use behind the last reader, where one comes behind it.
 
-    Inductor puts a product and the addition of its result together where the addition was, though the product's weight is released
+    A weight may be read after the last gradient of its unit, for the gradient of what goes into its layer. And inductor puts a product and the addition of its result together where the addition was, though the product's weight is released
     before. A reader behind the next `need` of the same tensor belongs to that one.
     Cost: one pass over the graph, and for each end the readers of its tensors.
     """
