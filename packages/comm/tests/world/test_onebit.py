@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_comm
 from ds_comm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
@@ -261,3 +262,28 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             make()
         assert caught.value.code == "optimizer-value"
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that are read one by one: on a device, each is a wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@world(1)
+def test_lamb_reads_no_number_of_a_single_parameter(decay: float) -> None:
+    module = model()
+    optimizer = OnebitLamb(module.parameters(), lr=1e-2, freeze_step=2, weight_decay=decay)
+    for step in range(4):
+        loss_of(module, step, 0).backward()
+        with Reads() as reads:
+            optimizer.step()
+        assert reads.count == 0, f"step {step}"
+        optimizer.zero_grad()

@@ -10,6 +10,7 @@ Wire of `block` elements: block / 8 bytes of signs, lowest bit first, and one fp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def pack_signs(x: Tensor, counts: Tensor | None = None) -> Tensor:
 def unpack_signs(wire: Tensor) -> Tensor:
     """Unpack uint8 [blocks, BLOCK / 8 + 4] to fp32 [blocks, BLOCK]: plus or minus the block's magnitude."""
     magnitudes = wire[:, BLOCK // 8 :].contiguous().view(torch.float32)
-    signs = torch.nn.functional.embedding(wire[:, : BLOCK // 8].int(), _SIGNS.to(wire.device))
+    signs = torch.nn.functional.embedding(wire[:, : BLOCK // 8].int(), _signs_on(wire.device))
     return signs.view(-1, BLOCK).mul_(magnitudes)
 
 
@@ -126,6 +127,12 @@ def _compress(error: Tensor, real: int) -> Tensor:
     rows.sub_(unpack_signs(wire))
     error[real:].zero_()
     return wire.view(-1)
+
+
+@cache
+def _signs_on(device: torch.device) -> Tensor:
+    # A copy from pageable memory waits for the device: one for each device, not for each message.
+    return _SIGNS.to(device)
 
 
 # The eight signs of a byte.

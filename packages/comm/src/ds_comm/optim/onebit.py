@@ -291,6 +291,7 @@ class OnebitLamb(OneBit):
 
     def _warm(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         mean = dict(zip(map(id, params), gradients, strict=True))
+        norms: list[Tensor] = []
         for group, members in self._groups_of(params):
             b1, b2 = group["betas"]
             for p in members:
@@ -299,7 +300,14 @@ class OnebitLamb(OneBit):
                 state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
                 state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
                 update = self._direction(group, p)
-                rate = _trust(_norm(p), _norm(update), group)
+                norms += (_norm(p), _norm(update))
+                # The gradient has done its work: its memory keeps the update until all norms are read.
+                grad.copy_(update)
+        numbers = iter(_numbers(norms))
+        for group, members in self._groups_of(params):
+            for p in members:
+                state, update = self.state[p], mean[id(p)]
+                rate = _trust(next(numbers), next(numbers), group)
                 if rate != 1.0:
                     average, beta = state["coefficient"], self.settings.coeff_beta
                     state["coefficient"] = rate if average == 0.0 else beta * average + (1 - beta) * rate
@@ -309,6 +317,7 @@ class OnebitLamb(OneBit):
     def _compressed(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         local = dict(zip(map(id, params), gradients, strict=True))
         before = {id(p): self.state[p]["exp_avg"].clone() for p in params}
+        measures: list[Tensor] = []
         for group, members in self._groups_of(params):
             b1 = group["betas"][0]
             for p in members:
@@ -323,7 +332,13 @@ class OnebitLamb(OneBit):
                 implied = (state["exp_avg"] - b1 * before[id(p)]).div_(1 - b1)
                 state["exp_avg_sq_fresh"].mul_(b2).addcmul_(implied, implied, value=1 - b2)
                 update = self._direction(group, p)
-                factor = self._factor(group, p, update)
+                measures += self._measures(group, p, update)
+                local[id(p)].copy_(update)  # as in the warm-up
+        numbers = iter(_numbers(measures))
+        for group, members in self._groups_of(params):
+            for p in members:
+                state, update = self.state[p], local[id(p)]
+                factor = self._factor(group, p, next(numbers), next(numbers), next(numbers))
                 state["rate"] = (state["coefficient"] or 1.0) * factor
                 p.add_(update.to(p.dtype), alpha=-group["lr"] * state["rate"])
 
@@ -334,15 +349,23 @@ class OnebitLamb(OneBit):
         update: Tensor = (state["exp_avg"] / denominator).div_(c1)
         return update.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else update
 
-    def _factor(self, group: dict[str, Any], p: Tensor, update: Tensor) -> float:
-        state, low_high = self.state[p], (self.settings.factor_min, self.settings.factor_max)
+    def _measures(self, group: dict[str, Any], p: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the factor depends on: frozen over fresh denominators, and the norms of the update without decay and with it."""
+        state = self.state[p]
         _, c2 = self._corrections(group, state["step"])
         frozen = _denominator(state["exp_avg_sq"], c2, group["eps"], self.settings.eps_inside_sqrt)
         fresh = _denominator(state["exp_avg_sq_fresh"], c2, group["eps"], self.settings.eps_inside_sqrt)
-        factor = float((frozen / fresh).max()) if p.numel() else 1.0
+        ratio = (frozen / fresh).max() if p.numel() else torch.ones((), device=p.device)
+        if not group["weight_decay"]:
+            one = torch.ones_like(ratio)
+            return ratio, one, one
+        return ratio, _norm(update.sub(p, alpha=group["weight_decay"])), _norm(update)
+
+    def _factor(self, group: dict[str, Any], p: Tensor, ratio: float, without: float, norm: float) -> float:
+        state, low_high = self.state[p], (self.settings.factor_min, self.settings.factor_max)
+        factor = ratio
         if group["weight_decay"]:  # decay has no variance: only the rest of the update follows it
-            without = _norm(update.sub(p, alpha=group["weight_decay"]))
-            share = min(1.0, float(without / _norm(update).clamp_min(1e-30)))
+            share = min(1.0, without / max(norm, 1e-30))
             factor = factor * share + 1.0 - share
         factor = min(max(factor, low_high[0]), low_high[1])
         last, slack = state["factor"], self.settings.factor_threshold
@@ -361,10 +384,22 @@ def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
 
-def _trust(weights: Tensor, update: Tensor, group: dict[str, Any]) -> float:
-    if float(weights) == 0.0 or float(update) == 0.0:
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
+    # One wait for each device, not for each number.
+    places: dict[torch.device, list[int]] = {}
+    for place, scalar in enumerate(scalars):
+        places.setdefault(scalar.device, []).append(place)
+    numbers = [0.0] * len(scalars)
+    for rows in places.values():
+        for place, number in zip(rows, torch.stack([scalars[row].double() for row in rows]).tolist(), strict=True):
+            numbers[place] = number
+    return numbers
+
+
+def _trust(weights: float, update: float, group: dict[str, Any]) -> float:
+    if weights == 0.0 or update == 0.0:
         return 1.0
-    rate = float(weights / update)
+    rate = weights / update
     if group["max_coeff"] > 0:
         rate = min(rate, group["max_coeff"])
     return max(rate, group["min_coeff"])
