@@ -321,6 +321,20 @@ def test_twenty_steps_at_every_stage(stage: int, backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@world(2, timeout=300)
+def test_graphs_of_inductor_are_measured_and_go_on(kind: str) -> None:
+    """Seven steps: the fifth runs them operation by operation, after which the schedule gathers ahead."""
+    config = configured(3, optimizer=STEADY, gradient_accumulation_steps=1)
+    batches = {"gpt": text, "llama": tokens}[kind]
+    eager = trained(known(kind), config, 7, batches)
+    compiled = trained(known(kind), config, 7, batches, backend="inductor")
+    compare(eager, compiled, 1e-5)
+    assert compiled[2] is not None
+    assert "prefetch" in compiled[2].passes
+
+
+@pytest.mark.slow
 @world(2, timeout=300)
 def test_narrow_formats() -> None:
     config = configured(3, bf16={"enabled": True})
